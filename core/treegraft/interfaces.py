@@ -1,0 +1,462 @@
+"""The interfaces that plugins implement, and the values they exchange. Each contract is a numbered rule.
+
+A class here is abstract and one level deep: subclass it, implement what is abstract, and leave the rest. Everything a
+plugin is given is a value (frozen, arrays read-only); everything it does is in what it returns.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treegraft.sampling import SamplingOptions, SamplingRules, Scores, TokenSampler
+from treegraft.statistics import AcceptanceStats, CostModel
+from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Wants:
+    """What a drafter needs from the target's forwards.
+
+    Attributes:
+        num_top: K, how many of the target's best tokens after each committed token; 0 for none.
+        hidden_layers: indices into `hidden_states` (0 is the embedding's output); empty for none.
+    """
+
+    num_top: int = 0
+    hidden_layers: tuple[int, ...] = ()
+
+
+@attrs.frozen(eq=False)
+class Observation:
+    """Tokens that have passed through the target, and what it said after each.
+
+    The root (the last committed token) is never among them: the target has not seen it yet.
+
+    Attributes:
+        tokens: int64 [T].
+        top_ids: int64 [T, K] or None, the target's best tokens *after* each token, best first.
+        top_log_probs: float64 [T, K] or None, their raw log probabilities (nats).
+        hidden: [T, layers, h] or None, the target's hidden states of each token.
+    """
+
+    tokens: Ints
+    top_ids: Ints | None = None
+    top_log_probs: Floats | None = None
+    hidden: torch.Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class DraftRequest:
+    """One drafting step's question to a drafter.
+
+    Attributes:
+        tree: the draft tree so far; the root is the last committed token.
+        positions: int64 [P], rows to draft below, best first.
+        branching: m, most proposals that may attach to one node.
+        max_nodes: most proposals in all.
+        max_depth: deepest a proposal may lie (what the token limit and the context limits still allow).
+        vocab_size: V; proposals lie in [0, V).
+        committed: int64 [T], every committed token, the root's included.
+        edge_scorer: for one-pass drafters, or None.
+    """
+
+    tree: DraftTree
+    positions: Ints
+    branching: int
+    max_nodes: int
+    max_depth: int
+    vocab_size: int
+    committed: NDArray[np.int64]
+    edge_scorer: "EdgeScorer | None" = None
+
+    def context(self, node: int) -> NDArray[np.int64]:
+        """int64 [T + depth]: all tokens up to and including `node`'s."""
+        return np.concatenate([self.committed, self.tree.token[self.tree.path(node)[1:]]])
+
+
+@attrs.frozen(eq=False)
+class Rescoring:
+    """A drafter's own scores for nodes that others proposed.
+
+    Attributes:
+        rows: int64 [R], the rows scored (the root's score is never changed).
+        log_prob: float64 [R] (nats, <= 0), this drafter's log probability of each row's token given its path.
+        processed: int64 [C], the candidates that this drafter can now expand without another forward of their
+            ancestors: the pool that positions are chosen from.
+    """
+
+    rows: Ints
+    log_prob: Floats
+    processed: Ints
+
+
+@attrs.frozen(eq=False)
+class Verdict:
+    """What a verifier decided.
+
+    Attributes:
+        path: int32 [A], the accepted rows below the root, in order.
+        bonus_token: the target's own token after the path, or None where the request ended inside the path.
+        stop_reason: "eos", "stop", "length", "context_limit", or None while the request goes on.
+    """
+
+    path: Ints
+    bonus_token: int | None
+    stop_reason: str | None = None
+
+
+@attrs.frozen
+class Limits:
+    """A round's limits: `steps` D, `verify_nodes` B (non-root), `max_depth` of any node."""
+
+    steps: int
+    verify_nodes: int
+    max_depth: int
+
+
+@attrs.frozen(eq=False)
+class Source:
+    """A drafter, how it takes part in the tree, and under which name.
+
+    Attributes:
+        name: the key in the pipeline's `sources`.
+        index: its number in the tree's `source`, `scorer` and `visited` columns.
+        drafter, selector, graft_policy: its parts.
+        width: W, most positions it drafts below in one step.
+        branching: m, most proposals below one node.
+        rank: a source of lower rank never overwrites the score of a higher one.
+        rescore: whether it scores the nodes of others before it chooses positions.
+        overrules: bool [sources], the scorers whose scores it may replace.
+        edge_scorer: for one-pass drafters, or None.
+    """
+
+    name: str
+    index: int
+    drafter: "Drafter"
+    selector: "PositionSelector"
+    graft_policy: "GraftPolicy"
+    width: int
+    branching: int
+    rank: int
+    rescore: bool
+    overrules: tuple[bool, ...]
+    edge_scorer: "EdgeScorer | None" = None
+
+
+@attrs.frozen(eq=False)
+class StepRecord:
+    """One drafting step: who, on what, what came of it, and what it took.
+
+    Attributes:
+        source: name.
+        tree_before, tree: before and after the step.
+        positions: int64 [P], rows of `tree_before`.
+        expansion: what was proposed, log probabilities calibrated.
+        rescored: int64 [R], rows whose scores the drafter recomputed.
+        num_rows: rows the drafter forwarded (0 for drafters without a network).
+        latency_ms: the drafter's own time.
+    """
+
+    source: str
+    tree_before: DraftTree
+    tree: DraftTree
+    positions: Ints
+    expansion: Expansion
+    rescored: Ints
+    num_rows: int
+    latency_ms: float
+
+
+@attrs.frozen
+class Statistics:
+    """The two statistics objects of a pipeline: `costs` outlives requests, `acceptance` begins anew with each."""
+
+    costs: CostModel
+    acceptance: AcceptanceStats
+
+
+@attrs.frozen(eq=False)
+class RoundState:
+    """All that schedulers, budgets and scorers may know.
+
+    Attributes:
+        num_prompt_tokens: tokens in the prompt.
+        position: sequence position of the root (= tokens in the target's cache).
+        limits: D, B and the depth still allowed.
+        sources: by name, those that have not failed in this request.
+        steps: the round's steps so far.
+        tree: the tree so far.
+        statistics: costs and acceptance.
+    """
+
+    num_prompt_tokens: int
+    position: int
+    limits: Limits
+    sources: Mapping[str, Source]
+    steps: tuple[StepRecord, ...]
+    tree: DraftTree
+    statistics: Statistics
+
+
+@attrs.frozen(eq=False)
+class RoundRecord:
+    """A finished round: the state it ended in and what followed.
+
+    Attributes:
+        state: the round's last state; `state.tree` is the tree before pruning.
+        budget: non-root nodes that the policy allowed to verify.
+        pruned: the tree that was verified.
+        verdict: accepted path (rows of `pruned`), bonus token, stop reason.
+        tokens: the tokens emitted.
+        latency_ms: target, commit, schedule, draft, framework, total (ms).
+    """
+
+    state: RoundState
+    budget: int
+    pruned: DraftTree
+    verdict: Verdict
+    tokens: tuple[int, ...]
+    latency_ms: Mapping[str, float]
+
+
+# -- interfaces -------------------------------------------------------------------------------------------------------
+
+
+class TargetModel(ABC):
+    """The model whose distribution the output has. Lists run over sequences; pipelines drive one.
+
+    Rules:
+        T1. `score` rows equal the logits of one-by-one forwards along each path, up to rounding.
+        T2. `commit` followed by `score` equals a fresh prefill of the longer prefix.
+        T3. `score` twice without a commit is equal.
+    """
+
+    vocab_size: int
+    """V, the width of a row of logits."""
+    max_length: int | None = None
+    """Most tokens of prompt and output together, or None without a limit."""
+    tokenizer: Any = None
+    """The model's tokenizer (transformers' protocol), or None."""
+    lossless_note: str | None = None
+    """Why output may differ from plain decoding by rounding (half precision), or None."""
+
+    @abstractmethod
+    def prefill(self, prompts: Sequence[Ints], wants: Wants) -> list[Observation]:
+        """Forget the last request, then take in all but each prompt's last token, in chunks."""
+
+    @abstractmethod
+    def score(self, trees: Sequence[DraftTree]) -> list[Scores]:
+        """One forward: a row of logits for every node of every tree, on top of what is committed."""
+
+    @abstractmethod
+    def commit(self, paths: Sequence[Ints]) -> None:
+        """Keep the root and the accepted path (rows below the root) of the last scored trees; drop the rest."""
+
+    def reset(self) -> None:
+        """Free what a request holds."""
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings [..., h] of `ids` [...], for drafters that share them."""
+        raise NotImplementedError(f"{type(self).__name__} lends no embeddings")
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of final hidden states [..., h], for drafters that share the head."""
+        raise NotImplementedError(f"{type(self).__name__} lends no head")
+
+    def sampling_rules(self, prompt: Ints, options: SamplingOptions, max_new_tokens: int) -> SamplingRules:
+        """Processors, criteria and EOS of a request: the caller's options and the model's own generation settings."""
+        from treegraft_plugins.hf.rules import warpers  # transformers' classes, imported where a request needs them
+
+        return warpers(options)
+
+
+class Drafter(ABC):
+    """Proposes tokens below the nodes of a draft tree. `draft` is the only method to implement.
+
+    The order of calls: `bind` once, then per request `start`, then per round any number of `draft` (each preceded by
+    `rescore` where the source asks for it) and one `observe`, then `stop`.
+
+    Rules:
+        D1. Proposals attach to requested positions or to earlier proposals of the same expansion.
+        D2. Tokens lie in [0, vocab_size).
+        D3. Siblings are distinct.
+        D4. log_prob is finite and <= 0.
+        D5. At most `branching` proposals attach to one node, at most `max_nodes` in all, none deeper than `max_depth`.
+        D6. The tree is untouched.
+        D7. The same history and seed give the same expansion.
+        D8. `start(a + b)` drafts what `start(a); observe(b)` drafts.
+        D9. No positions, no proposals; a one-token prompt works.
+        D10. `start` forgets the previous request.
+        D11. Every default argument works.
+        D12. Sampled proposals only: draft distributions sum to one, and drawn tokens have mass.
+    """
+
+    proposals: ClassVar[Literal["deterministic", "sampled"]] = "deterministic"
+    """Whether tokens are chosen (top-k, lookup) or drawn at random; it decides which verifiers are lossless."""
+    takes_edge_scorer: ClassVar[bool] = False
+    """Whether `draft` honours `request.edge_scorer`."""
+    rescores: ClassVar[bool] = False
+    """Whether `rescore` is implemented."""
+    wants: Wants = Wants()
+    """What to observe of the target."""
+    max_length: int | None = None
+    """Positions this drafter can process, or None without a limit."""
+    num_rows: int = 0
+    """Rows forwarded in the last `rescore` + `draft`, for the cost model (0 without a network)."""
+
+    @abstractmethod
+    def draft(self, request: DraftRequest) -> Expansion:
+        """Propose children of `request.positions`, and whatever lies below them."""
+
+    def bind(self, target: TargetModel) -> None:
+        """Meet the target, once: check the vocabulary, borrow its embedding and head.
+
+        Raises:
+            ModelError: this drafter cannot draft for that target.
+        """
+
+    def start(self, observation: Observation) -> None:
+        """Begin a request whose committed tokens, the root excluded, are given."""
+
+    def observe(self, observation: Observation) -> None:
+        """Take in the tokens committed by a round: the old root and the accepted path."""
+
+    def rescore(self, tree: DraftTree, candidates: Ints, request: DraftRequest) -> Rescoring:
+        """Score nodes proposed by others, `candidates` [C] and whatever lies above them.
+
+        `request.positions` is empty; the rest of the request holds for the `draft` that follows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not rescore")
+
+    def stop(self) -> None:
+        """End the request: free what it held."""
+
+
+class PositionSelector(ABC):
+    """Where may a source graft?
+
+    Rules:
+        S1. Rows are ascending, distinct and in range.
+        S2. The answer is a function of the arguments.
+    """
+
+    @abstractmethod
+    def candidates(self, tree: DraftTree, source: Source) -> Ints:
+        """int64 [C]: the rows that `source` may draft below; core takes the best `width` of them by path score."""
+
+
+class GraftPolicy(ABC):
+    """How do proposals join the tree?
+
+    Rules:
+        G1. The result is a valid tree.
+        G2. Every proposal is present afterwards.
+        G3. With `keeps_existing`, every path of the old tree is present afterwards.
+        G4. Grafting the same expansion twice changes nothing more.
+    """
+
+    keeps_existing: ClassVar[bool]
+    """Whether every node of the old tree survives."""
+
+    @abstractmethod
+    def graft(self, tree: DraftTree, expansion: Expansion, source: Source) -> DraftTree:
+        """The tree with the source's expansion grafted on."""
+
+
+class Scheduler(ABC):
+    """When is which source worth a call?
+
+    Rules:
+        C1. The answer is the name of one of the pipeline's sources, or None.
+        C2. The answer is a function of the state it is given.
+    """
+
+    signals: ClassVar[tuple[str, ...]] = ()
+    """Names of the expansion signals it reads."""
+
+    @abstractmethod
+    def decide(self, state: RoundState) -> str | None:
+        """The source that drafts next, or None to stop growing (before the first step: no drafting this round)."""
+
+    def bind(self, source_names: Sequence[str]) -> None:
+        """Meet the pipeline's sources, once.
+
+        Raises:
+            ComposeError: the scheduler names a source that the pipeline lacks.
+        """
+
+
+class BudgetPolicy(ABC):
+    """How many nodes are worth verifying?
+
+    Rules:
+        B1. Both answers are integers >= 0, and at most `max_verify_nodes`.
+    """
+
+    max_verify_nodes: int
+    """B, the most non-root nodes it ever allows (the constructor argument `verify_nodes`)."""
+
+    @abstractmethod
+    def max_nodes(self, state: RoundState) -> int:
+        """Before growth: non-root nodes beyond which growing cannot pay; one-pass drafters build that many."""
+
+    @abstractmethod
+    def verify_nodes(self, state: RoundState, tree: DraftTree) -> int:
+        """After growth: B, non-root nodes worth verifying; the forward has B + 1 rows, 0 is plain decoding."""
+
+
+class Pruner(ABC):
+    """Which nodes are verified?
+
+    Rules:
+        P1. The kept set is ancestor-closed and holds the root.
+        P2. At most `num_nodes` non-root nodes are kept.
+        P3. Smaller budgets keep subsets of what larger ones keep.
+    """
+
+    @abstractmethod
+    def prune(self, tree: DraftTree, num_nodes: int) -> Bools:
+        """bool [N]: the nodes to keep."""
+
+
+class EdgeScorer(ABC):
+    """How well does a child token fit its parent? For one-pass drafters, whose positions do not see each other.
+
+    Rules:
+        E1. Scores are finite, <= 0, of shape [L, P, C].
+        E2. The answer is a function of the arguments.
+    """
+
+    @abstractmethod
+    def score(self, parents: Ints, children: Ints, log_prob: Floats) -> Floats:
+        """Edge scores float64 [L, P, C] (nats) of `children` [L, C] under `parents` [L, P], for depths 1..L."""
+
+
+class Verifier(ABC):
+    """Which drafted tokens does the target accept?
+
+    Rules:
+        V1. If `lossless`, the emitted text has exactly the target's distribution.
+        V2. The path runs from a child of the root downwards.
+        V3. At least one token is emitted.
+        V4. A target with all its mass on one continuation accepts the path that carries it.
+    """
+
+    lossless: ClassVar[bool]
+    """Whether the output has exactly the target's distribution."""
+    accepts: ClassVar[frozenset[str]]
+    """The kinds of proposals (`Drafter.proposals`) for which that holds."""
+
+    @abstractmethod
+    def verify(self, tree: DraftTree, scores: Scores, sampler: TokenSampler) -> Verdict:
+        """Decide the round. `sampler.next(row)` gives the target's token after a row, once per emitted token."""
+
+
+RoundObserver = Callable[[RoundRecord], None]

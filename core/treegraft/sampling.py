@@ -1,0 +1,267 @@
+"""Randomness and the token sampler: everything that decides which token the target emits.
+
+`Draws` is the only randomness. For match verification and plain decoding the uniform behind the token at position p
+is a pure function of (seed, p), so sampled output depends on no drafter, tree shape or schedule: it equals plain
+decoding with the same seed, token for token.
+"""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treegraft.errors import RequestError
+from treegraft.tree import DraftTree, Floats, Ints
+
+Seed = int | tuple[int, int]
+
+
+class Rows(Protocol):
+    """Something read lazily by row."""
+
+    def __getitem__(self, row: int, /) -> int: ...
+
+
+class Draws(ABC):
+    """The source of every random choice in a request."""
+
+    @abstractmethod
+    def choose(self, probs: torch.Tensor, positions: Ints) -> Rows:
+        """One token a row, by inverse CDF; rows that are never read consume nothing.
+
+        Args:
+            probs: float64 [N, V], rows sum to one.
+            positions: int64 [N], the sequence position each row's token would take.
+        """
+
+
+class SeededDraws(Draws):
+    """Counter-based draws: the uniform at a position is a pure function of (seed, position).
+
+    Args:
+        seed: an int s (read as (s, 0)), a pair (s, row) so that row r of a batch draws as a single run with
+            `seed=(s, r)`, or None to draw a fresh one; each in [0, 2**64).
+    """
+
+    def __init__(self, seed: Seed | None = None):
+        if seed is None:
+            seed = secrets.randbits(63)
+        pair = tuple(seed) if isinstance(seed, tuple) else (seed, 0)
+        if len(pair) != 2 or not all(_is_int(part) and 0 <= part < 2**64 for part in pair):
+            raise RequestError("seed", f"{seed!r}", "Allowed: an int in [0, 2**64), a pair of them, or None.")
+        self.seed = seed
+        self._key = np.array(pair, dtype=np.uint64)
+
+    def uniform(self, position: int) -> float:
+        """The uniform in [0, 1) behind the token at `position`."""
+        bits = np.random.Philox(counter=[position, 0, 0, 0], key=self._key).random_raw()
+        return float(int(bits) >> 11) * 2.0**-53
+
+    def choose(self, probs: torch.Tensor, positions: Ints) -> Rows:
+        uniforms = torch.tensor([self.uniform(int(p)) for p in positions], dtype=probs.dtype, device=probs.device)
+        cumulative = probs.cumsum(-1)
+        # Scaling by the total keeps the last token with mass reachable and no other, whatever the sum's rounding.
+        target = uniforms[:, None] * cumulative[:, -1:]
+        chosen: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+        return chosen
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@attrs.frozen(eq=False)
+class Scores:
+    """The rows of one target forward over a tree.
+
+    Args:
+        tensor: [N, V], logits in the model's dtype and on its device, one row a node.
+        hidden_states: [N, layers, h] or None, the hidden states that drafters asked for.
+    """
+
+    tensor: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+
+    def logits(self, row: int) -> torch.Tensor:
+        """float32 [V]: the row's logits, cast as transformers' `generate` casts them; the caller's own copy."""
+        return self.tensor[row].to(torch.float32, copy=True)
+
+    def batch(self) -> torch.Tensor:
+        """float32 [N, V]: every row at once."""
+        return self.tensor.to(torch.float32, copy=True)
+
+    def hidden(self, rows: Ints) -> torch.Tensor | None:
+        """[T, layers, h] for `rows` [T], or None where nothing was asked for."""
+        return None if self.hidden_states is None else self.hidden_states[torch.as_tensor(rows)]
+
+    def top(self, rows: Ints, num_top: int) -> tuple[Ints, Floats]:
+        """ids int64 [T, K] and log probabilities float64 [T, K] of the best K tokens after each of `rows` [T]."""
+        return top_tokens(self.tensor[torch.as_tensor(rows, device=self.tensor.device)], num_top)
+
+
+def top_tokens(logits: torch.Tensor, num_top: int) -> tuple[Ints, Floats]:
+    """The best K tokens of each row of `logits` [T, V]: ids int64 [T, K], log probabilities float64 [T, K] (nats)."""
+    logits = logits.float()
+    values, ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
+    log_probs = values - logits.logsumexp(-1, keepdim=True)
+    # float32 rounding may leave a certain token a hair above zero.
+    return ids.cpu().numpy(), log_probs.double().clamp(max=0.0).cpu().numpy()
+
+
+@attrs.frozen
+class SamplingOptions:
+    """What a caller asks of a request's sampling and stopping.
+
+    Attributes:
+        temperature: 0.0 takes the arg-max; above it, logits are divided by it.
+        top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
+        top_k: keep the k best tokens; 0 keeps all.
+        stop: strings that end the text once they appear in it.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __attrs_post_init__(self) -> None:
+        checks = {
+            "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
+            "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an int >= 0 (0 keeps all)"),
+            "stop": (all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+        }
+        for name, (holds, allowed) in checks.items():
+            if not holds:
+                raise RequestError(name, f"{getattr(self, name)!r}", f"Allowed: {allowed}.")
+        if self.temperature == 0 and (self.top_p != 1 or self.top_k != 0):
+            raise RequestError(
+                "temperature", "0 beside top_p or top_k, which only sampling reads",
+                "Allowed: temperature > 0 with them, or temperature 0 alone.",
+            )  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value)
+
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Criterion = Callable[[torch.Tensor, Any], Any]
+
+
+@attrs.frozen
+class SamplingRules:
+    """How a request turns a row of logits into a token, and when it ends.
+
+    Attributes:
+        greedy: take the arg-max of the processed row instead of drawing from it.
+        processors: called in order as `processor(ids [1, T], scores [1, V])`, transformers' protocol.
+        stateless: every processor reads the scores alone (temperature, top-p, ...): rows may be processed at once.
+        criteria: called as `criterion(ids [1, T], None)` after every token; truthy ends the request ("stop").
+        eos_ids: tokens that end the request ("eos").
+    """
+
+    greedy: bool = True
+    processors: Sequence[Processor] = ()
+    stateless: bool = True
+    criteria: Sequence[Criterion] = ()
+    eos_ids: frozenset[int] = frozenset()
+
+    def process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Run the processors over `scores` float32 [N, V]; `ids` [1, T] is the true prefix (N = 1 if not stateless)."""
+        for processor in self.processors:
+            scores = processor(ids, scores)
+        return scores
+
+
+class TokenSampler:
+    """The target's choices in one request: processors, draws and stopping, once per emitted token and in order.
+
+    Args:
+        prompt: int64 [T] token ids.
+        rules: processors, criteria, EOS.
+        draws: the randomness of the request.
+        max_tokens: most tokens to emit.
+        limit_reason: what to report when they are used up: "length" or "context_limit".
+    """
+
+    def __init__(
+        self, prompt: Iterable[int], rules: SamplingRules, draws: Draws, max_tokens: int, limit_reason: str = "length"
+    ):
+        prompt = np.fromiter(prompt, dtype=np.int64)
+        self.rules, self.draws, self.max_tokens, self._limit_reason = rules, draws, max_tokens, limit_reason
+        self.num_prompt = self._size = len(prompt)
+        self._buffer = np.concatenate([prompt, np.zeros(256, np.int64)])
+        self.stop_reason: str | None = limit_reason if max_tokens <= 0 else None
+        self._scores: Scores | None = None
+        self._batched: Rows | None = None
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """int64 [T], the prompt and everything emitted so far; a read-only view."""
+        view = self._buffer[: self._size]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted so far."""
+        return self._size - self.num_prompt
+
+    @property
+    def emitted(self) -> list[int]:
+        """The tokens emitted so far."""
+        emitted: list[int] = self._buffer[self.num_prompt : self._size].tolist()
+        return emitted
+
+    def begin(self, tree: DraftTree, scores: Scores) -> None:
+        """Hand over a round's target scores, before the first `next` of that round."""
+        self._scores, self._batched = scores, None
+        # An accelerator is read once a round where rows can be processed together; a CPU row by row, as needed.
+        if scores.tensor.device.type != "cpu" and self.rules.stateless:
+            processed = self.rules.process(self._ids(), scores.batch())
+            if self.rules.greedy:
+                self._batched = processed.argmax(-1).tolist()
+            else:
+                self._batched = self.draws.choose(processed.double().softmax(-1), tree.depth + self._size)
+
+    def next(self, row: int) -> int:
+        """The token that the target emits after the node `row`, given everything emitted so far.
+
+        Called once per emitted token, in order, never after `stop_reason` is set.
+        """
+        if self.stop_reason is not None or self._scores is None:
+            raise RuntimeError(f"TokenSampler.next: called after the end ({self.stop_reason}) or before begin().")
+        token = int(self._batched[row]) if self._batched is not None else self._choose(self._scores.logits(row))
+        if self._size == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
+        self._buffer[self._size] = token
+        self._size += 1
+        self.stop_reason = self._reason_after(token)
+        return token
+
+    def _ids(self) -> torch.Tensor:
+        return torch.from_numpy(self._buffer[: self._size])[None]
+
+    def _choose(self, logits: torch.Tensor) -> int:
+        if self.rules.greedy and not self.rules.processors:
+            return int(logits.cpu().numpy().argmax())  # numpy's is 20 times faster than torch's for one row on a CPU
+        ids = self._ids().to(logits.device)
+        processed = self.rules.process(ids, logits[None])
+        if self.rules.greedy:
+            return int(processed[0].argmax())
+        return int(self.draws.choose(processed.double().softmax(-1), np.array([self._size]))[0])
+
+    def _reason_after(self, token: int) -> str | None:
+        if token in self.rules.eos_ids:
+            return "eos"
+        if self.rules.criteria:
+            ids = self._ids()
+            if any(bool(criterion(ids, None)) for criterion in self.rules.criteria):
+                return "stop"
+        return self._limit_reason if self.num_emitted >= self.max_tokens else None

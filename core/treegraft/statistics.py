@@ -1,0 +1,2 @@
+class CostModel: pass
+class AcceptanceStats: pass
