@@ -21,6 +21,29 @@ from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
 
 
 @attrs.frozen
+class ModelSpec:
+    """A model as a registry file names it; plugins that take a `model` get this, or the loaded object itself.
+
+    Attributes:
+        path: `demo:target`, `demo:middle`, a folder, a hub id, `FILE.gguf` or `ORG/REPO:FILE.gguf`.
+        dtype: "auto" (float32 on a CPU, the checkpoint's own on an accelerator) or a torch dtype's name.
+        device: "auto" (an accelerator where there is one) or a torch device.
+        device_map: transformers' `device_map`, instead of `device`.
+        attn_implementation: transformers' name of the attention kernel, None for its default.
+        revision: of a hub id.
+        trust_remote_code: run code that ships with the checkpoint.
+    """
+
+    path: str
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    attn_implementation: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@attrs.frozen
 class Wants:
     """What a drafter needs from the target's forwards.
 
