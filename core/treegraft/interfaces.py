@@ -267,6 +267,8 @@ class TargetModel(ABC):
     """Most tokens of prompt and output together, or None without a limit."""
     tokenizer: Any = None
     """The model's tokenizer (transformers' protocol), or None."""
+    identity: str = ""
+    """What its latencies depend on (model, dtype, device, versions); empty keeps measurements out of the disk cache."""
     lossless_note: str | None = None
     """Why output may differ from plain decoding by rounding (half precision), or None."""
 
@@ -331,6 +333,8 @@ class Drafter(ABC):
     """What to observe of the target."""
     max_length: int | None = None
     """Positions this drafter can process, or None without a limit."""
+    identity: str = ""
+    """What its latencies depend on, as for a target."""
     num_rows: int = 0
     """Rows forwarded in the last `rescore` + `draft`, for the cost model (0 without a network)."""
 

@@ -1,0 +1,221 @@
+"""Where latencies come from: a fixed table, a file, or this machine's own clock."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import ArrayLike
+
+from treegraft.interfaces import DraftRequest, Source, TargetModel, Wants
+from treegraft.statistics import CostModel, LatencyCurve
+from treegraft.tree import DraftTree, Expansion, Floats
+
+MEASURED_ROWS = (1, 8, 64, 2, 4, 16, 32)  # the ends and the middle first, so that a budget cut short spans the range
+EXPECTED_TOKENS = 256  # the request whose time the measuring is held against
+MAX_SHARE = 0.05  # of that request's plain decoding time
+
+
+def _curve(value: Any) -> LatencyCurve:
+    return value if isinstance(value, LatencyCurve) else LatencyCurve.of(value)
+
+
+def _curves(value: Mapping[str, Any]) -> dict[str, LatencyCurve]:
+    return {name: _curve(curve) for name, curve in value.items()}
+
+
+@attrs.define(eq=False)
+class FixedCosts(CostModel):
+    """A table that never changes.
+
+    Args:
+        target: ms at any size, or a mapping rows -> ms (piecewise linear).
+        sources: the same by source name; a source not named costs nothing.
+        context_ms: what every 1,024 tokens of context add to a target forward (ms).
+    """
+
+    target: LatencyCurve = attrs.field(default=1.0, converter=_curve)
+    sources: dict[str, LatencyCurve] = attrs.field(factory=dict, converter=_curves)
+    context_ms: float = attrs.field(default=0.0, validator=attrs.validators.ge(0.0))
+
+    def target_ms(self, rows: ArrayLike, context: int) -> Floats:
+        return self.target(rows) + self.context_ms * context / 1024
+
+    def source_ms(self, name: str, rows: ArrayLike) -> Floats:
+        curve = self.sources.get(name)
+        return curve(rows) if curve is not None else np.zeros_like(np.asarray(rows), dtype=np.float64)
+
+    def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
+        unknown = set(self.sources) - {source.name for source in sources}
+        if unknown:
+            raise ValueError(
+                f"costs for {sorted(unknown)}, which are no sources of this pipeline; "
+                f"allowed: {[source.name for source in sources]}"
+            )
+
+    def table(self) -> dict[str, Any]:
+        return {
+            "target": self.target.table(),
+            "sources": {name: curve.table() for name, curve in self.sources.items()},
+            "context_ms": self.context_ms,
+        }
+
+
+def FileCosts(path: str) -> FixedCosts:
+    """A fixed table read from a JSON file, such as the `costs` of a `Generation`.
+
+    Args:
+        path: a JSON object with the arguments of `fixed`: target, sources, context_ms.
+    """
+    try:
+        table = json.loads(Path(path).read_text())
+        return FixedCosts(**{**table, "target": _keys(table["target"]), "sources": {
+            name: _keys(curve) for name, curve in table.get("sources", {}).items()
+        }})  # fmt: skip
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: no cost table ({type(error).__name__}: {error})") from error
+
+
+def _keys(curve: Any) -> Any:
+    return {int(rows): ms for rows, ms in curve.items()} if isinstance(curve, Mapping) else curve
+
+
+@attrs.define(eq=False)
+class MeasuredCosts(CostModel):
+    """This machine's own latencies: a few forwards a size at load, then a moving average of every round.
+
+    Measuring takes at most 5 % of the time that a request of 256 tokens would take plainly; what that leaves out is
+    interpolated. Results are kept on disk, keyed by models, dtype, device and versions.
+
+    Args:
+        cache: keep measurements between processes, below `$TREEGRAFT_CACHE` (by default ~/.cache/treegraft).
+    """
+
+    cache: bool = True
+    _target: LatencyCurve = attrs.field(init=False, factory=lambda: LatencyCurve([1.0], [1.0]))
+    _sources: dict[str, LatencyCurve] = attrs.field(init=False, factory=dict)
+    _file: Path | None = attrs.field(init=False, default=None)
+
+    def target_ms(self, rows: ArrayLike, context: int) -> Floats:
+        return self._target(rows)
+
+    def source_ms(self, name: str, rows: ArrayLike) -> Floats:
+        return self._sources[name](rows)
+
+    def table(self) -> dict[str, Any]:
+        return {
+            "target": self._target.table(),
+            "sources": {name: curve.table() for name, curve in self._sources.items()},
+            "context_ms": 0.0,
+        }
+
+    def record_target(self, rows: int, context: int, latency_ms: float) -> None:
+        self._target.learn(rows, latency_ms)
+
+    def record_source(self, name: str, rows: int, latency_ms: float) -> None:
+        self._sources[name].learn(rows, latency_ms)
+
+    def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
+        identities = [target.identity, *(f"{source.name}={source.drafter.identity}" for source in sources)]
+        if self.cache and all(identities):
+            key = hashlib.sha256("\n".join(identities).encode()).hexdigest()[:24]
+            root = Path(os.environ.get("TREEGRAFT_CACHE", Path.home() / ".cache" / "treegraft"))
+            self._file = root / "costs" / f"{key}.json"
+            if self._load():
+                return
+        self._target = _measure_target(target)
+        for source in sources:
+            self._sources[source.name] = _measure_source(target, source, float(self._target(1)))
+        target.reset()
+        self.save()
+
+    def save(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._file.with_suffix(f".{os.getpid()}.part")
+            partial.write_text(json.dumps(self.table()))
+            partial.replace(self._file)
+        except OSError:
+            self._file = None  # a read-only home costs a measurement at the next load, nothing else
+
+    def _load(self) -> bool:
+        try:
+            kept = FileCosts(str(self._file))
+        except ValueError:
+            return False  # none yet, or not readable: measure
+        self._target, self._sources = kept.target, kept.sources
+        return True
+
+
+def _random_tree(num_rows: int, vocab_size: int, rng: np.random.Generator) -> DraftTree:
+    """A tree of `num_rows` nodes, each below a random earlier one, as bushy as drafted trees are."""
+    anchor = [0] + [~int(rng.integers(0, index)) for index in range(1, num_rows - 1)]
+    token = rng.choice(vocab_size, num_rows - 1, replace=num_rows > vocab_size)
+    root = DraftTree.rooted(int(rng.integers(vocab_size)))
+    if num_rows == 1:
+        return root
+    return root.append(Expansion(anchor=anchor, token=token, log_prob=np.full(num_rows - 1, -1.0)), 0, [False])
+
+
+def _prompt(target: TargetModel, rng: np.random.Generator) -> np.ndarray:
+    length = 64 if target.max_length is None else max(1, min(64, target.max_length // 4))
+    return rng.integers(0, target.vocab_size, length)
+
+
+def _measure_target(target: TargetModel) -> LatencyCurve:
+    rng = np.random.default_rng(0)
+    prompt = _prompt(target, rng)
+    target.prefill([prompt], Wants())
+    samples: dict[int, list[float]] = {}
+    target.score([_random_tree(1, target.vocab_size, rng)])  # the first forward of a process is no measure
+    start, limit_ms = time.perf_counter(), float("inf")
+    room = float("inf") if target.max_length is None else target.max_length - len(prompt)
+    for _ in range(3):
+        for num_rows in MEASURED_ROWS:
+            if num_rows >= room or (time.perf_counter() - start) * 1e3 > limit_ms:
+                continue
+            tree = _random_tree(num_rows, target.vocab_size, rng)
+            begin = time.perf_counter()
+            (scores,) = target.score([tree])
+            scores.logits(0).cpu()  # waits for an accelerator
+            samples.setdefault(num_rows, []).append((time.perf_counter() - begin) * 1e3)
+            limit_ms = MAX_SHARE * EXPECTED_TOKENS * min(samples[1])
+    rows = sorted(samples)
+    return LatencyCurve(rows, np.maximum.accumulate([float(np.median(samples[size])) for size in rows]))
+
+
+def _measure_source(target: TargetModel, source: Source, target_ms: float) -> LatencyCurve:
+    """Latency of a drafting step against the rows it forwards; drafters without a network are one point."""
+    rng = np.random.default_rng(0)
+    prompt = _prompt(target, rng)
+    (observation,) = target.prefill([prompt], source.drafter.wants)
+    samples: dict[int, list[float]] = {}
+    start = time.perf_counter()
+    for size in (1, 1, 8, 32, 1, 8, 32):
+        source.drafter.start(observation)
+        tree = _random_tree(size, target.vocab_size, rng)
+        positions = np.arange(max(0, size - source.width), size)
+        request = DraftRequest(
+            tree, positions, source.branching, len(positions) * source.branching, int(tree.depth.max()) + 2,
+            target.vocab_size, np.append(prompt[:-1], tree.token[0]), source.edge_scorer,
+        )  # fmt: skip
+        begin = time.perf_counter()
+        try:
+            source.drafter.draft(request)
+        except Exception:
+            break  # a drafter that fails here is reported in the request, by name
+        samples.setdefault(source.drafter.num_rows, []).append((time.perf_counter() - begin) * 1e3)
+        if (time.perf_counter() - start) * 1e3 > MAX_SHARE * EXPECTED_TOKENS * target_ms:
+            break
+    source.drafter.stop()
+    if not samples:
+        return LatencyCurve([1], [target_ms])
+    rows = sorted(samples)
+    return LatencyCurve([max(size, 1) for size in rows], np.maximum.accumulate([min(samples[size]) for size in rows]))
