@@ -1,4 +1,4 @@
-"""Attention masks for tree nodes: one tensor a layer type and forward, additive, sliding windows counted in positions."""
+"""Attention masks for tree nodes: one additive tensor a layer type and forward, windows counted in positions."""
 
 from typing import Any
 
