@@ -238,7 +238,8 @@ class RoundRecord:
         pruned: the tree that was verified.
         verdict: accepted path (rows of `pruned`), bonus token, stop reason.
         tokens: the tokens emitted.
-        latency_ms: target, commit, schedule, draft, framework, total (ms).
+        latency_ms: where the time went (ms): target, commit, schedule, build, verify, learn.
+        source_ms: each source's own time (ms).
     """
 
     state: RoundState
@@ -247,6 +248,17 @@ class RoundRecord:
     verdict: Verdict
     tokens: tuple[int, ...]
     latency_ms: Mapping[str, float]
+    source_ms: Mapping[str, float]
+
+    @property
+    def total_ms(self) -> float:
+        """The whole round (ms)."""
+        return sum(self.latency_ms.values()) + sum(self.source_ms.values())
+
+    @property
+    def framework_ms(self) -> float:
+        """The round without the target's forward, the cache's commit and the drafters' own time (ms)."""
+        return self.total_ms - self.latency_ms["target"] - self.latency_ms["commit"] - sum(self.source_ms.values())
 
 
 # -- interfaces -------------------------------------------------------------------------------------------------------
@@ -263,6 +275,8 @@ class TargetModel(ABC):
 
     vocab_size: int
     """V, the width of a row of logits."""
+    device: torch.device = torch.device("cpu")
+    """Where its logits live."""
     max_length: int | None = None
     """Most tokens of prompt and output together, or None without a limit."""
     tokenizer: Any = None
@@ -274,7 +288,10 @@ class TargetModel(ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Ints], wants: Wants) -> list[Observation]:
-        """Forget the last request, then take in all but each prompt's last token, in chunks."""
+        """Forget the last request, then take in all but each prompt's last token, in chunks.
+
+        `wants` holds for the request: `score` brings the same hidden layers.
+        """
 
     @abstractmethod
     def score(self, trees: Sequence[DraftTree]) -> list[Scores]:
@@ -299,7 +316,8 @@ class TargetModel(ABC):
         """Processors, criteria and EOS of a request: the caller's options and the model's own generation settings."""
         from treegraft_plugins.hf.rules import warpers  # transformers' classes, imported where a request needs them
 
-        return warpers(options)
+        rules: SamplingRules = warpers(options)
+        return rules
 
 
 class Drafter(ABC):

@@ -222,8 +222,13 @@ class TokenSampler:
     def begin(self, tree: DraftTree, scores: Scores) -> None:
         """Hand over a round's target scores, before the first `next` of that round."""
         self._scores, self._batched = scores, None
-        # An accelerator is read once a round where rows can be processed together; a CPU row by row, as needed.
-        if scores.tensor.device.type != "cpu" and self.rules.stateless:
+        if scores.tensor.device.type == "cpu":
+            return  # row by row, as needed
+        # An accelerator is read once a round where rows can be processed together, and waited for here in any case,
+        # so that its forward is not timed as somebody else's work.
+        if not self.rules.stateless:
+            torch.accelerator.synchronize(scores.tensor.device)
+        else:
             processed = self.rules.process(self._ids(), scores.batch())
             if self.rules.greedy:
                 self._batched = processed.argmax(-1).tolist()

@@ -18,6 +18,10 @@ from treegraft.tree import Floats
 P_MIN = 1e-4  # probabilities are clipped to [P_MIN, 1 - P_MIN] before their logit is taken
 
 
+def _own_floats(values: ArrayLike) -> Floats:
+    return np.array(values, dtype=np.float64)
+
+
 @attrs.define(eq=False)
 class LatencyCurve:
     """Latency against rows forwarded: piecewise linear between knots, the last slope beyond them.
@@ -27,8 +31,8 @@ class LatencyCurve:
         ms: latency (ms) at each.
     """
 
-    rows: Floats = attrs.field(converter=lambda rows: np.array(rows, dtype=np.float64))
-    ms: Floats = attrs.field(converter=lambda ms: np.array(ms, dtype=np.float64))
+    rows: Floats = attrs.field(converter=_own_floats)
+    ms: Floats = attrs.field(converter=_own_floats)
 
     def __attrs_post_init__(self) -> None:
         if not len(self.rows) or self.rows.shape != self.ms.shape or (np.diff(self.rows) <= 0).any():
@@ -144,7 +148,8 @@ class Calibration:
 
     def raw_logit(self, edge: Floats) -> Floats:
         """The logit that `edge` was made from: the inverse of `edge()`, as long as nothing was learnt since."""
-        return (logit(edge, clip=1e-12) - self.intercept) / self.slope
+        raw: Floats = (logit(edge, clip=1e-12) - self.intercept) / self.slope
+        return raw
 
     def learn(self, logits: Floats, accepted: Sequence[bool]) -> None:
         """Take in labelled proposals: raw logits [E], and whether the target chose each."""
@@ -169,7 +174,8 @@ class Calibration:
 def logit(log_prob: Floats, clip: float = P_MIN) -> Floats:
     """logit of exp(log_prob), the probability clipped to [clip, 1 - clip]."""
     prob = np.clip(np.exp(log_prob), clip, 1.0 - clip)
-    return np.log(prob) - np.log1p(-prob)
+    odds: Floats = np.log(prob) - np.log1p(-prob)
+    return odds
 
 
 @attrs.define

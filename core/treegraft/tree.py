@@ -7,7 +7,7 @@ prefixes of larger ones; pruning, budgets and nested trees all rest on that.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -42,8 +42,8 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _column(dtype: Any) -> Any:
-    """An attrs field that holds a read-only array of `dtype`; an array that is the caller's own is copied first."""
+def _converter(dtype: Any) -> Callable[[ArrayLike], NDArray[Any]]:
+    """To a read-only array of `dtype`; an array that is the caller's own is copied first."""
 
     def convert(value: ArrayLike) -> NDArray[Any]:
         array = np.asarray(value, dtype=dtype)
@@ -51,7 +51,11 @@ def _column(dtype: Any) -> Any:
             array = array.copy()
         return _read_only(array)
 
-    return attrs.field(converter=convert)
+    return convert
+
+
+_int16, _int32, _int64 = _converter(np.int16), _converter(np.int32), _converter(np.int64)
+_uint64, _float64 = _converter(np.uint64), _converter(np.float64)
 
 
 def _signals(value: Mapping[str, float]) -> Mapping[str, float]:
@@ -71,9 +75,9 @@ class Expansion:
         signals: what the drafter can say about this call (match confidence, block entropy, ...), by name.
     """
 
-    anchor: Ints = _column(np.int32)
-    token: Ints = _column(np.int64)
-    log_prob: Floats = _column(np.float64)
+    anchor: Ints = attrs.field(converter=_int32)
+    token: Ints = attrs.field(converter=_int64)
+    log_prob: Floats = attrs.field(converter=_float64)
     draft_probs: Any = None
     signals: Mapping[str, float] = attrs.field(factory=dict, converter=_signals)
 
@@ -119,17 +123,17 @@ class DraftTree:
         num_steps: drafting steps begun so far (each `mark` begins one).
     """
 
-    token: Ints = _column(np.int64)
-    parent: Ints = _column(np.int32)
-    depth: Ints = _column(np.int32)
-    edge_score: Floats = _column(np.float64)
-    path_score: Floats = _column(np.float64)
-    source: Ints = _column(np.int16)
-    scorer: Ints = _column(np.int16)
-    step: Ints = _column(np.int16)
-    visited: Ints = _column(np.int64)
-    uid: NDArray[np.uint64] = _column(np.uint64)
-    draft_row: Ints = _column(np.int32)
+    token: Ints = attrs.field(converter=_int64)
+    parent: Ints = attrs.field(converter=_int32)
+    depth: Ints = attrs.field(converter=_int32)
+    edge_score: Floats = attrs.field(converter=_float64)
+    path_score: Floats = attrs.field(converter=_float64)
+    source: Ints = attrs.field(converter=_int16)
+    scorer: Ints = attrs.field(converter=_int16)
+    step: Ints = attrs.field(converter=_int16)
+    visited: Ints = attrs.field(converter=_int64)
+    uid: NDArray[np.uint64] = attrs.field(converter=_uint64)
+    draft_row: Ints = attrs.field(converter=_int32)
     draft_probs: Any = None
     num_steps: int = 0
 
@@ -165,7 +169,8 @@ class DraftTree:
 
     def visited_by(self, source: int) -> Bools:
         """bool [N]: the nodes that source has expanded."""
-        return (self.visited >> source) & 1 == 1
+        seen: Bools = (self.visited >> source) & 1 == 1
+        return seen
 
     def leaves(self) -> Bools:
         """bool [N]: the nodes without children."""
@@ -331,7 +336,7 @@ _COLUMNS = tuple(
 
 
 def _path_scores(parent: Ints, edge: Floats, known: Floats) -> Floats:
-    """Path scores [N], given those of the first rows. A loop over Python floats: the fastest exact order for N < 1000."""
+    """Path scores [N], given those of the first rows. A loop over floats: the fastest exact order for N < 1000."""
     scores = known.tolist()
     start = len(scores)
     for up, score in zip(parent[start:].tolist(), edge[start:].tolist(), strict=True):

@@ -66,23 +66,40 @@ class FixedCosts(CostModel):
         }
 
 
-def FileCosts(path: str) -> FixedCosts:
-    """A fixed table read from a JSON file, such as the `costs` of a `Generation`.
+@attrs.define(eq=False)
+class FileCosts(CostModel):
+    """A fixed table read from a file.
 
     Args:
-        path: a JSON object with the arguments of `fixed`: target, sources, context_ms.
+        path: a JSON object with the arguments of `fixed` (target, sources, context_ms), such as the `costs` that a
+            `Generation` reports.
     """
+
+    path: str = attrs.field(validator=attrs.validators.instance_of(str))
+    _table: FixedCosts = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._table = _read_table(Path(self.path))
+
+    def target_ms(self, rows: ArrayLike, context: int) -> Floats:
+        return self._table.target_ms(rows, context)
+
+    def source_ms(self, name: str, rows: ArrayLike) -> Floats:
+        return self._table.source_ms(name, rows)
+
+    def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
+        self._table.bind(target, sources)
+
+    def table(self) -> dict[str, Any]:
+        return self._table.table()
+
+
+def _read_table(path: Path) -> FixedCosts:
     try:
-        table = json.loads(Path(path).read_text())
-        return FixedCosts(**{**table, "target": _keys(table["target"]), "sources": {
-            name: _keys(curve) for name, curve in table.get("sources", {}).items()
-        }})  # fmt: skip
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        table = json.loads(path.read_text())
+        return FixedCosts(**table)
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: no cost table ({type(error).__name__}: {error})") from error
-
-
-def _keys(curve: Any) -> Any:
-    return {int(rows): ms for rows, ms in curve.items()} if isinstance(curve, Mapping) else curve
 
 
 @attrs.define(eq=False)
@@ -146,8 +163,9 @@ class MeasuredCosts(CostModel):
             self._file = None  # a read-only home costs a measurement at the next load, nothing else
 
     def _load(self) -> bool:
+        assert self._file is not None
         try:
-            kept = FileCosts(str(self._file))
+            kept = _read_table(self._file)
         except ValueError:
             return False  # none yet, or not readable: measure
         self._target, self._sources = kept.target, kept.sources
@@ -211,11 +229,11 @@ def _measure_source(target: TargetModel, source: Source, target_ms: float) -> La
             source.drafter.draft(request)
         except Exception:
             break  # a drafter that fails here is reported in the request, by name
-        samples.setdefault(source.drafter.num_rows, []).append((time.perf_counter() - begin) * 1e3)
+        samples.setdefault(max(source.drafter.num_rows, 1), []).append((time.perf_counter() - begin) * 1e3)
         if (time.perf_counter() - start) * 1e3 > MAX_SHARE * EXPECTED_TOKENS * target_ms:
             break
     source.drafter.stop()
     if not samples:
         return LatencyCurve([1], [target_ms])
     rows = sorted(samples)
-    return LatencyCurve([max(size, 1) for size in rows], np.maximum.accumulate([min(samples[size]) for size in rows]))
+    return LatencyCurve(rows, np.maximum.accumulate([min(samples[size]) for size in rows]))

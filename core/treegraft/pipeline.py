@@ -1,0 +1,381 @@
+"""A composed pipeline: prompts in, the target's own text out."""
+
+import threading
+import time
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from treegraft.errors import ComposeError, DrafterWarning, PipelineBusyError, RequestError
+from treegraft.interfaces import (
+    BudgetPolicy,
+    Pruner,
+    RoundObserver,
+    RoundRecord,
+    Scheduler,
+    Source,
+    Statistics,
+    TargetModel,
+    Verifier,
+    Wants,
+)
+from treegraft.round import Parts, Request, decode_round, narrowed
+from treegraft.sampling import Draws, SamplingOptions, Seed, SeededDraws, TokenSampler
+from treegraft.statistics import AcceptanceStats, CostModel
+from treegraft.tree import Ints
+
+Prompt = str | Sequence[int] | torch.Tensor
+
+
+@attrs.frozen
+class Generation:
+    """What a request brought, and how.
+
+    Attributes:
+        token_ids: the new tokens only.
+        text: the new tokens decoded, or None without a tokenizer.
+        finish_reason: "eos", "length", "context_limit" or "stop".
+        num_rounds: decode rounds, each one target forward.
+        rounds: the RoundRecords with `keep_rounds=True`, else None.
+        emitted_per_round: mean tokens emitted a round: accepted + 1, save where the request ends inside a block.
+        accepted_per_round: mean draft tokens kept a round.
+        accepted_histogram: number of rounds by draft tokens kept.
+        target_calls: tree forwards of the target, prefill not counted.
+        source_calls: drafting steps by source.
+        latency_ms: target, commit, prefill, sources {name: ms}, framework, total (ms).
+        tokens_per_second: new tokens over the total time, prefill included; loading and cost warm-up not.
+        seed: reproduces sampled output.
+        lossless: whether the text has exactly the target's distribution.
+        lossless_note: where rounding may tell it from plain decoding (half precision), else None.
+        faults: {"source", "error"} of each drafter that failed and was left out.
+        costs: the cost table in use at the end, as arguments of the cost model `fixed`.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    num_rounds: int
+    rounds: tuple[RoundRecord, ...] | None
+    emitted_per_round: float
+    accepted_per_round: float
+    accepted_histogram: dict[int, int]
+    target_calls: int
+    source_calls: dict[str, int]
+    latency_ms: dict[str, Any]
+    tokens_per_second: float
+    seed: Seed | None
+    lossless: bool
+    lossless_note: str | None
+    faults: list[dict[str, str]]
+    costs: dict[str, Any]
+
+
+@attrs.define
+class _Totals:
+    """Sums over the rounds of a request."""
+
+    num_rounds: int = 0
+    histogram: dict[int, int] = attrs.field(factory=dict)
+    source_calls: dict[str, int] = attrs.field(factory=dict)
+    latency_ms: dict[str, float] = attrs.field(factory=lambda: {"target": 0.0, "commit": 0.0, "framework": 0.0})
+    source_ms: dict[str, float] = attrs.field(factory=dict)
+
+    def add(self, record: RoundRecord) -> None:
+        accepted = len(record.verdict.path)
+        self.num_rounds += 1
+        self.histogram[accepted] = self.histogram.get(accepted, 0) + 1
+        for step in record.state.steps:
+            if len(step.positions):
+                self.source_calls[step.source] = self.source_calls.get(step.source, 0) + 1
+        for part in ("target", "commit"):
+            self.latency_ms[part] += record.latency_ms[part]
+        self.latency_ms["framework"] += record.framework_ms
+        for name, ms in record.source_ms.items():
+            self.source_ms[name] = self.source_ms.get(name, 0.0) + ms
+
+
+class Pipeline:
+    """Drafters, scheduler and the rest around one target; made by `treegraft.load`.
+
+    It serves any number of prompts, one at a time.
+
+    Args:
+        name: for messages.
+        target: the model whose distribution the output has.
+        sources: drafters and how they take part, by ascending index.
+        scheduler, budget, pruner, verifier, costs: the other parts.
+        steps: D, most drafting steps a round.
+        calibration: put all sources' scores on one scale, learnt online.
+        tokenizer: instead of the target's own.
+        on_round: called with every finished RoundRecord.
+
+    Raises:
+        ComposeError: the parts do not fit together.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        target: TargetModel,
+        sources: Sequence[Source],
+        scheduler: Scheduler,
+        budget: BudgetPolicy,
+        pruner: Pruner,
+        verifier: Verifier,
+        costs: CostModel,
+        steps: int,
+        calibration: bool = True,
+        tokenizer: Any = None,
+        on_round: RoundObserver | None = None,
+    ):
+        self.name, self.target, self.sources, self.costs = name, target, tuple(sources), costs
+        self.calibration, self.on_round = calibration, on_round
+        self.tokenizer = tokenizer if tokenizer is not None else target.tokenizer
+        self._busy = threading.Lock()
+        for source in self.sources:
+            if source.drafter.proposals not in verifier.accepts:
+                raise ComposeError(
+                    f"pipelines.{name}.sources.{source.name}",
+                    f"its drafter makes {source.drafter.proposals} proposals, which this verifier would bias",
+                    f"Allowed with {type(verifier).__name__}: {', '.join(sorted(verifier.accepts))}.",
+                )
+            source.drafter.bind(target)
+        self._all_wants = Wants(
+            num_top=max((source.drafter.wants.num_top for source in self.sources), default=0),
+            hidden_layers=tuple(sorted({i for source in self.sources for i in source.drafter.wants.hidden_layers})),
+        )
+        self._parts = Parts(target, scheduler, budget, pruner, verifier, steps, self._all_wants)
+        costs.bind(target, self.sources)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has exactly the target's distribution."""
+        return self._parts.verifier.lossless
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: Seed | None = None,
+        stop: str | Sequence[str] | None = None,
+        keep_rounds: bool = False,
+    ) -> Generation:
+        """Continue a prompt; greedy by default.
+
+        Args:
+            prompt: text, a list of token ids, or a tensor of them [N] or [1, N].
+            max_new_tokens: most tokens to emit.
+            temperature, top_p, top_k: as in transformers; 0.0 takes the arg-max.
+            seed: an int or a pair; None draws a fresh one and reports it.
+            stop: strings that end the text once they appear in it; they stay in the text.
+            keep_rounds: keep every RoundRecord in the result.
+
+        Raises:
+            RequestError: a prompt or an option that cannot be honoured.
+            PipelineBusyError: another call is under way.
+        """
+        kept: list[RoundRecord] | None = [] if keep_rounds else None
+        return _exhaust(self.rounds(prompt, max_new_tokens, temperature, top_p, top_k, seed, stop), kept)
+
+    def stream(self, prompt: Prompt, *args: Any, **options: Any) -> Generator[str, None, Generation]:
+        """The text of `generate`, piece by piece as rounds finish; the generator's return value is the Generation.
+
+        A piece never ends inside a character. Arguments are those of `generate`, without `keep_rounds`.
+        """
+        if self.tokenizer is None:
+            raise RequestError("stream", "a pipeline without a tokenizer", None, "Pass load(..., tokenizer=...).")
+        rounds = self.rounds(prompt, *args, **options)
+        return self._pieces(rounds)
+
+    def rounds(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: Seed | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> Generator[RoundRecord, None, Generation]:
+        """The RoundRecords of `generate` as they finish; the generator's return value is the Generation."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        options = SamplingOptions(temperature, top_p, top_k, stops)
+        draws = SeededDraws(seed)
+        return self._decode(self._sampler(self._token_ids(prompt), draws, max_new_tokens, options), draws.seed)
+
+    def decode(
+        self, prompt: Prompt, draws: Draws, max_new_tokens: int, options: SamplingOptions | None = None
+    ) -> Generation:
+        """`generate` with its randomness given: what `treegraft.testing` enumerates."""
+        options = options or SamplingOptions()
+        return _exhaust(self._decode(self._sampler(self._token_ids(prompt), draws, max_new_tokens, options), None))
+
+    # -- internals ----------------------------------------------------------------------------------------------------
+
+    def _decode(self, sampler: TokenSampler, seed: Seed | None) -> Generator[RoundRecord, None, Generation]:
+        if not self._busy.acquire(blocking=False):
+            raise PipelineBusyError(
+                f"pipelines.{self.name}", "a second request while one is still under way",
+                "A pipeline serves one request at a time.", "Finish or close the first, or load another pipeline.",
+            )  # fmt: skip
+        try:
+            begin = time.perf_counter()
+            faults: list[dict[str, str]] = []
+            request = self._begin(sampler, faults)
+            prefill_ms = (time.perf_counter() - begin) * 1e3
+            totals = _Totals()
+            while sampler.stop_reason is None:
+                record = decode_round(self._parts, request)
+                totals.add(record)
+                if self.on_round is not None:
+                    self.on_round(record)
+                yield record
+            return self._generation(sampler, totals, faults, seed, prefill_ms, begin)
+        finally:
+            for source in self.sources:
+                source.drafter.stop()
+            self.target.reset()
+            self.costs.save()
+            self._busy.release()
+
+    def _begin(self, sampler: TokenSampler, faults: list[dict[str, str]]) -> Request:
+        """Prefill the target and start every drafter."""
+
+        def fault(request: Request, source: Source, error: Exception) -> None:
+            message = f"{type(error).__name__}: {error}"
+            faults.append({"source": source.name, "error": message})
+            request.sources = {name: other for name, other in request.sources.items() if name != source.name}
+            text = f"sources.{source.name}: its drafter failed and is left out for the rest of the request ({message})"
+            warnings.warn(text, DrafterWarning, stacklevel=2)
+
+        statistics = Statistics(self.costs, AcceptanceStats(len(self.sources), self.calibration))
+        request = Request(sampler, statistics, {source.name: source for source in self.sources}, fault)
+        if sampler.stop_reason is None:
+            (seen,) = self.target.prefill([sampler.tokens], self._all_wants)
+            for source in self.sources:
+                try:
+                    source.drafter.start(narrowed(seen, self._all_wants, source.drafter.wants))
+                except Exception as error:
+                    fault(request, source, error)
+        return request
+
+    def _sampler(self, prompt: Ints, draws: Draws, max_new_tokens: int, options: SamplingOptions) -> TokenSampler:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise RequestError("max_new_tokens", f"{max_new_tokens!r}", "Allowed: an int >= 0.")
+        max_tokens, limit_reason = max_new_tokens, "length"
+        if self.target.max_length is not None:
+            room = self.target.max_length - len(prompt)
+            if room < 0:
+                raise RequestError(
+                    "prompt", f"{len(prompt)} tokens",
+                    f"The target's context holds {self.target.max_length}.", "Shorten the prompt.",
+                )  # fmt: skip
+            if room < max_new_tokens:
+                max_tokens, limit_reason = room, "context_limit"
+        rules = self.target.sampling_rules(prompt, options, max_new_tokens)
+        return TokenSampler(prompt, rules, draws, max_tokens, limit_reason)
+
+    def _token_ids(self, prompt: Prompt) -> Ints:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt", "text, but the pipeline has no tokenizer",
+                    "Allowed: token ids.", "Or pass load(..., tokenizer=...).",
+                )  # fmt: skip
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt, torch.Tensor):
+            ids = prompt[0] if prompt.ndim == 2 and len(prompt) == 1 else prompt
+            if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+                raise RequestError(
+                    "prompt", f"a tensor of shape {tuple(prompt.shape)} and dtype {prompt.dtype}",
+                    "Allowed: integer token ids [N] or [1, N].",
+                )  # fmt: skip
+            ids = ids.tolist()
+        else:
+            ids = prompt
+        allowed = f"Allowed: at least one token id, each an int in [0, {self.target.vocab_size})."
+        if not isinstance(ids, Sequence | np.ndarray) or not len(ids):
+            raise RequestError("prompt", "no tokens" if isinstance(ids, Sequence) else f"{prompt!r:.60}", allowed)
+        for index, token in enumerate(ids):
+            is_int = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not is_int or not 0 <= token < self.target.vocab_size:
+                raise RequestError("prompt", f"{token!r} at index {index}", allowed)
+        return np.array(ids, dtype=np.int64)
+
+    def _pieces(self, rounds: Generator[RoundRecord, None, Generation]) -> Generator[str, None, Generation]:
+        token_ids: list[int] = []
+        shown = ""
+        while True:
+            try:
+                token_ids.extend(next(rounds).tokens)
+            except StopIteration as end:
+                generation: Generation = end.value
+                rest = (generation.text or "")[len(shown) :]
+                if rest:
+                    yield rest
+                return generation
+            text = self._text(token_ids)
+            # An unfinished character decodes to U+FFFD, which must not be shown before it is known to be final.
+            if not text.endswith("\ufffd") and text.startswith(shown) and len(text) > len(shown):
+                piece, shown = text[len(shown) :], text
+                yield piece
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _generation(
+        self,
+        sampler: TokenSampler,
+        totals: _Totals,
+        faults: list[dict[str, str]],
+        seed: Seed | None,
+        prefill_ms: float,
+        begin: float,
+    ) -> Generation:
+        emitted = sampler.emitted
+        text = None if self.tokenizer is None else self._text(emitted)
+        total_ms = (time.perf_counter() - begin) * 1e3
+        num_rounds = totals.num_rounds
+        accepted = sum(kept * count for kept, count in totals.histogram.items())
+        assert sampler.stop_reason is not None
+        sources: Mapping[str, float] = {s.name: totals.source_ms.get(s.name, 0.0) for s in self.sources}
+        return Generation(
+            token_ids=emitted,
+            text=text,
+            finish_reason=sampler.stop_reason,
+            num_rounds=num_rounds,
+            rounds=None,
+            emitted_per_round=len(emitted) / num_rounds if num_rounds else 0.0,
+            accepted_per_round=accepted / num_rounds if num_rounds else 0.0,
+            accepted_histogram=dict(sorted(totals.histogram.items())),
+            target_calls=num_rounds,
+            source_calls={s.name: totals.source_calls.get(s.name, 0) for s in self.sources},
+            latency_ms={**totals.latency_ms, "prefill": prefill_ms, "sources": dict(sources), "total": total_ms},
+            tokens_per_second=len(emitted) / total_ms * 1e3 if total_ms else 0.0,
+            seed=seed,
+            lossless=self.lossless,
+            lossless_note=self.target.lossless_note,
+            faults=faults,
+            costs=self.costs.table(),
+        )
+
+
+def _exhaust(rounds: Generator[RoundRecord, None, Generation], kept: list[RoundRecord] | None = None) -> Generation:
+    """Run a request to its end; with a list, keep its rounds."""
+    while True:
+        try:
+            record = next(rounds)
+        except StopIteration as end:
+            generation: Generation = end.value
+            return generation if kept is None else attrs.evolve(generation, rounds=tuple(kept))
+        if kept is not None:
+            kept.append(record)
