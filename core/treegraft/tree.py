@@ -7,7 +7,7 @@ prefixes of larger ones; pruning, budgets and nested trees all rest on that.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -34,7 +34,8 @@ def child_uid(parent_uid: NDArray[np.uint64], token: Ints) -> NDArray[np.uint64]
         x = parent_uid + (token.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         x = (x ^ (x >> _SHIFTS[0])) * _MIX_1
         x = (x ^ (x >> _SHIFTS[1])) * _MIX_2
-        return x ^ (x >> _SHIFTS[2])
+        uid: NDArray[np.uint64] = x ^ (x >> _SHIFTS[2])
+        return uid
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
@@ -42,20 +43,32 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _converter(dtype: Any) -> Callable[[ArrayLike], NDArray[Any]]:
-    """To a read-only array of `dtype`; an array that is the caller's own is copied first."""
-
-    def convert(value: ArrayLike) -> NDArray[Any]:
-        array = np.asarray(value, dtype=dtype)
-        if array.flags.writeable and array is value:
-            array = array.copy()
-        return _read_only(array)
-
-    return convert
+def _column(value: ArrayLike, dtype: Any) -> NDArray[Any]:
+    """`value` as a read-only array of `dtype`; an array that is the caller's own is copied first."""
+    array = np.asarray(value, dtype=dtype)
+    if array.flags.writeable and array is value:
+        array = array.copy()
+    return _read_only(array)
 
 
-_int16, _int32, _int64 = _converter(np.int16), _converter(np.int32), _converter(np.int64)
-_uint64, _float64 = _converter(np.uint64), _converter(np.float64)
+def _int16(value: ArrayLike) -> Ints:
+    return _column(value, np.int16)
+
+
+def _int32(value: ArrayLike) -> Ints:
+    return _column(value, np.int32)
+
+
+def _int64(value: ArrayLike) -> Ints:
+    return _column(value, np.int64)
+
+
+def _uint64(value: ArrayLike) -> NDArray[np.uint64]:
+    return _column(value, np.uint64)
+
+
+def _float64(value: ArrayLike) -> Floats:
+    return _column(value, np.float64)
 
 
 def _signals(value: Mapping[str, float]) -> Mapping[str, float]:
