@@ -7,7 +7,7 @@ prefixes of larger ones; pruning, budgets and nested trees all rest on that.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -46,7 +46,7 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 def _column(value: ArrayLike, dtype: Any) -> NDArray[Any]:
     """`value` as a read-only array of `dtype`; an array that is the caller's own is copied first."""
     array = np.asarray(value, dtype=dtype)
-    if array.flags.writeable and array is value:
+    if array.flags.writeable and (array is value or array.base is not None):  # a tensor lends its memory
         array = array.copy()
     return _read_only(array)
 
@@ -207,6 +207,9 @@ class DraftTree:
             expansion: E proposals.
             source: index of the proposing source.
             overrules: [sources], True where this source's score replaces that scorer's on a merge.
+
+        Raises:
+            InvariantError: an anchor names no row of the tree and no earlier proposal.
         """
         if not len(expansion):
             return self
@@ -292,6 +295,11 @@ class DraftTree:
     def _identify(self, expansion: Expansion) -> tuple[NDArray[np.uint64], Ints]:
         """uids and depths [E] of the proposals."""
         anchor, token = expansion.anchor, expansion.token
+        if ((anchor >= len(self)) | (~anchor >= np.arange(len(anchor)))).any():
+            raise InvariantError(
+                "Expansion.anchor", f"{anchor.tolist()} for a tree of {len(self)} nodes",
+                "Allowed: a row of the tree, or ~i for the earlier proposal i.",
+            )  # fmt: skip
         ready = anchor >= 0
         at = np.where(ready, anchor, 0)
         uid = child_uid(self.uid[at], token)
@@ -321,25 +329,28 @@ class DraftTree:
         Raises:
             InvariantError: naming the first that does not hold.
         """
-        rows = np.arange(len(self))
         columns = [getattr(self, name) for name in _COLUMNS]
-        kids, up = rows[1:], self.parent[1:]
-        pairs = set(zip(up.tolist(), self.token[1:].tolist(), strict=True))
-        failures = {
-            "columns of one length": len({len(column) for column in columns}) == 1,
-            "read-only columns": not any(column.flags.writeable for column in columns),
-            "the root first, and only one": len(self) > 0 and self.parent[0] == -1 and bool((up >= 0).all()),
-            "parents before children": bool((up < kids).all()),
-            "depth = parent's depth + 1": self.depth[0] == 0 and bool((self.depth[1:] == self.depth[up] + 1).all()),
-            "siblings with distinct tokens": len(pairs) == len(up),
-            "edge_score <= 0": bool((self.edge_score <= 0).all()),
-            "path_score = parent's + edge_score": np.array_equal(
+        kids, up = np.arange(1, len(self)), self.parent[1:]
+        # In this order: a rule may rely on those before it.
+        rules: dict[str, Callable[[], bool]] = {
+            "columns of one length": lambda: len({len(column) for column in columns}) == 1,
+            "read-only columns": lambda: not any(column.flags.writeable for column in columns),
+            "the root first, and only one": lambda: len(self) > 0 and self.parent[0] == -1 and bool((up >= 0).all()),
+            "parents before children": lambda: bool((up < kids).all()),
+            "depth = parent's depth + 1": lambda: (
+                self.depth[0] == 0 and np.array_equal(self.depth[1:], self.depth[up] + 1)
+            ),
+            "siblings with distinct tokens": lambda: (
+                len(set(zip(up.tolist(), self.token[1:].tolist(), strict=True))) == len(up)
+            ),
+            "edge_score <= 0": lambda: bool((self.edge_score <= 0).all()),
+            "path_score = parent's + edge_score": lambda: np.array_equal(
                 self.path_score[1:], self.path_score[up] + self.edge_score[1:]
             ),
-            "uid = hash of the path": np.array_equal(self.uid[1:], child_uid(self.uid[up], self.token[1:])),
+            "uid = hash of the path": lambda: np.array_equal(self.uid[1:], child_uid(self.uid[up], self.token[1:])),
         }
-        for rule, holds in failures.items():
-            if not holds:
+        for rule, holds in rules.items():
+            if not holds():
                 raise InvariantError("DraftTree", f"a tree of {len(self)} nodes breaks a rule", f"Rule: {rule}.")
 
 
