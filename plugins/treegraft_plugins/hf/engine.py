@@ -33,7 +33,7 @@ class TreeEngine:
         self.model = model
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocab_size: int = config.vocab_size
-        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_length = _max_length(config)
         self._layout = MaskLayout.of(config)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.reset()
@@ -115,6 +115,19 @@ class TreeEngine:
             use_cache=True,
             **options,
         )
+
+
+def _max_length(config: Any) -> int | None:
+    """Positions that every forward treats alike, or None without a limit."""
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") == "longrope":
+            # Beyond it the longest position of a forward turns the others' frequencies too, so that a prompt in
+            # chunks, or a tree's deepest node, would change what the rest computes.
+            original: int = parameters["original_max_position_embeddings"]
+            limit = original if limit is None else min(limit, original)
+    return limit
 
 
 def _stacked(output: Any, hidden_layers: Sequence[int]) -> torch.Tensor | None:

@@ -1,0 +1,182 @@
+"""Loading a causal LM and its tokenizer from whatever a registry file may name."""
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import attrs
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from treegraft.errors import ModelError, suggest
+from treegraft.interfaces import ModelSpec
+from treegraft_plugins.hf.probe import ATTENTION
+
+_DEMO_FOLDER = Path(__file__).parent / "demo_pair"
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+_loaded: "WeakValueDictionary[tuple[ModelSpec, _Place], PreTrainedModel]" = WeakValueDictionary()
+
+
+@attrs.frozen
+class _Place:
+    """Where a checkpoint lies: a folder or hub id, and the GGUF file in it if it is one."""
+
+    name: str
+    gguf_file: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `from_pretrained` needs beside the name."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+
+def load_causal_lm(model: ModelSpec | PreTrainedModel) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer (None where there is none); the same spec shares its weights while they live.
+
+    A loaded model is handed back as it is.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded as asked.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model, None
+    place = _place(model.path)
+    key = (model, place)
+    loaded = _loaded.get(key)
+    if loaded is None:
+        loaded = _loaded[key] = _load_model(model, place)
+    return loaded, _load_tokenizer(model, place)
+
+
+def _place(path: str) -> _Place:
+    """Find the checkpoint that `path` names."""
+    if path.startswith("demo:"):
+        return _demo(path)
+    local = Path(path).expanduser()
+    if path.endswith(".gguf"):
+        if local.is_file():
+            return _Place(str(local.parent.resolve()), local.name)
+        repository, colon, file = path.partition(":")
+        if colon and _HUB_ID.fullmatch(repository):
+            return _Place(repository, file)
+        raise ModelError(_where(path), "no such file", _near_miss(local), "Give FILE.gguf or ORG/REPO:FILE.gguf.")
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ModelError(_where(path), "a folder without config.json", "Allowed: what save_pretrained() writes.")
+        return _Place(str(local.resolve()))
+    if not _HUB_ID.fullmatch(path) or local.exists():
+        raise ModelError(
+            _where(path), "no such folder", _near_miss(local), "Give a folder, a hub id, a GGUF file or demo:target."
+        )
+    return _Place(path)
+
+
+def _demo(path: str) -> _Place:
+    name = path.removeprefix("demo:")
+    known = sorted(folder.name for folder in _DEMO_FOLDER.iterdir() if folder.is_dir())
+    if name not in known:
+        allowed = ", ".join(f"demo:{other}" for other in known)
+        raise ModelError(_where(path), "no such embedded model", f"Known: {allowed}.", suggest(name, known))
+    return _Place(str(_DEMO_FOLDER / name))
+
+
+def _where(path: str) -> str:
+    return f"model {path!r}"
+
+
+def _near_miss(path: Path) -> str | None:
+    """What in the same folder resembles it, or None."""
+    return suggest(path.name, (entry.name for entry in path.parent.iterdir())) if path.parent.is_dir() else None
+
+
+def _load_model(spec: ModelSpec, place: _Place) -> PreTrainedModel:
+    device = _device(spec)
+    _require_packages(spec, place)
+    options: dict[str, Any] = {"dtype": _dtype(spec, device), **_hub_options(spec), **place.options}
+    if spec.device_map is not None:
+        options["device_map"] = spec.device_map
+    if spec.attn_implementation is not None:
+        if spec.attn_implementation not in ATTENTION:
+            raise ModelError(
+                _where(spec.path), f"attn_implementation {spec.attn_implementation!r} cannot express a tree mask",
+                f"Allowed: {', '.join(ATTENTION)}.", suggest(spec.attn_implementation, ATTENTION),
+            )  # fmt: skip
+        options["attn_implementation"] = spec.attn_implementation
+    with _wrapped(spec), _without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(place.name, **options)
+        return model if spec.device_map is not None else model.to(device)
+
+
+def _load_tokenizer(spec: ModelSpec, place: _Place) -> Any:
+    folder = Path(place.name)
+    if place.gguf_file is None and folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return None
+    with _wrapped(spec), _without_progress_bars():
+        return AutoTokenizer.from_pretrained(place.name, **_hub_options(spec), **place.options)
+
+
+def _hub_options(spec: ModelSpec) -> dict[str, Any]:
+    return {"revision": spec.revision or "main", "trust_remote_code": spec.trust_remote_code}
+
+
+def _device(spec: ModelSpec) -> torch.device:
+    """The device asked for; with "auto", an accelerator where there is one."""
+    if spec.device_map is not None and spec.device != "auto":
+        raise ModelError(_where(spec.path), f"device {spec.device!r} beside device_map", "Allowed: one of the two.")
+    if spec.device == "auto":
+        on_cpu = spec.device_map == "cpu" or not torch.accelerator.is_available()
+        return torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+    try:
+        return torch.device(spec.device)
+    except RuntimeError as error:
+        raise ModelError(_where(spec.path), f"no device {spec.device!r}", "Allowed: cpu, cuda, cuda:0, mps.") from error
+
+
+def _dtype(spec: ModelSpec, device: torch.device) -> torch.dtype | str:
+    if spec.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if spec.dtype not in _DTYPES:
+        known = f"Allowed: auto, {', '.join(_DTYPES)}."
+        raise ModelError(_where(spec.path), f"no dtype {spec.dtype!r}", known, suggest(spec.dtype, _DTYPES))
+    return getattr(torch, spec.dtype)
+
+
+def _require_packages(spec: ModelSpec, place: _Place) -> None:
+    needs = {"device-map": ("accelerate",) if spec.device_map else (), "gguf": ("gguf",) if place.gguf_file else ()}
+    for extra, packages in needs.items():
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            action = f'Install the extra: pip install "treegraft[{extra}]".'
+            raise ModelError(_where(spec.path), f"it needs the package {missing[0]}", None, action)
+
+
+@contextlib.contextmanager
+def _wrapped(spec: ModelSpec) -> Iterator[None]:
+    """Errors of transformers' loaders as a ModelError that says which model."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        found = str(error).strip().split("\n")[0] or type(error).__name__
+        allowed = "A folder, a hub id, FILE.gguf, ORG/REPO:FILE.gguf, demo:target or demo:middle."
+        raise ModelError(_where(spec.path), found, allowed) from error
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers' progress bars switched off: stderr belongs to the caller."""
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

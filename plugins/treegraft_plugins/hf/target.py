@@ -1,0 +1,99 @@
+"""A transformers causal LM as the target."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from treegraft.errors import RequestError
+from treegraft.interfaces import ModelSpec, Observation, TargetModel, Wants
+from treegraft.mask import ancestor_mask, positions
+from treegraft.sampling import SamplingOptions, SamplingRules, Scores
+from treegraft.tree import DraftTree, Ints
+from treegraft_plugins.hf import rules
+from treegraft_plugins.hf.engine import TreeEngine
+from treegraft_plugins.hf.loading import load_causal_lm
+from treegraft_plugins.hf.probe import check_trees, refuse_unserved, relative_error, tolerance
+
+T = TypeVar("T")
+
+
+class HFCausalLMTarget(TargetModel):
+    """A causal LM under tree masks, through its own forward; a loaded model is left as it was.
+
+    Args:
+        model: what to load, or a loaded model.
+        self_check: compare tree forwards with plain ones on this very model before the first use.
+
+    Raises:
+        ModelError: the model cannot be loaded, or cannot be served, or fails the self-check.
+    """
+
+    def __init__(self, model: ModelSpec | PreTrainedModel, self_check: bool = True):
+        self.model, self.tokenizer = load_causal_lm(model)
+        refuse_unserved(self.model)
+        self._engine = TreeEngine(self.model)
+        self._hidden_layers: tuple[int, ...] = ()
+        self.vocab_size, self.max_length = self._engine.vocab_size, self._engine.max_length
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        if torch.finfo(self.model.dtype).bits < 32:
+            self.lossless_note = (
+                f"the target runs in {dtype}, where near-ties round differently in a one-row and a many-row forward: "
+                "output may differ from plain decoding by rounding, and not with dtype=float32"
+            )
+        if self_check:
+            check_trees(self._engine)
+
+    def prefill(self, prompts: Sequence[Ints], wants: Wants) -> list[Observation]:
+        prompt = _only(prompts, "prompts")
+        self._hidden_layers = wants.hidden_layers
+        return [self._engine.prefill(prompt[:-1], wants)]
+
+    def score(self, trees: Sequence[DraftTree]) -> list[Scores]:
+        tree, engine = _only(trees, "trees"), self._engine
+        if engine.num_slots:  # scored before and not committed
+            engine.commit(())
+        where = positions(tree, engine.num_committed)
+        return [Scores(*engine.forward(tree.token, where, ancestor_mask(tree), self._hidden_layers))]
+
+    def commit(self, paths: Sequence[Ints]) -> None:
+        self._engine.commit(np.concatenate([[0], _only(paths, "paths")]))
+
+    def reset(self) -> None:
+        self._engine.reset()
+
+    @torch.inference_mode()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.get_input_embeddings()(ids.to(self._engine.device))
+
+    @torch.inference_mode()
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._head_is_all:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} lends no head: its forward scales or caps the logits after it"
+            )
+        return self._apply_head(hidden)
+
+    def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self.model.get_output_embeddings()
+        return head(hidden.to(head.weight.device))
+
+    @cached_property
+    def _head_is_all(self) -> bool:
+        """Whether the head alone gives the forward's logits, from the last hidden states."""
+        ids = torch.tensor([[0, 1, 2]], device=self._engine.device)
+        output = self.model(input_ids=ids, use_cache=False, output_hidden_states=[-1])
+        return relative_error(self._apply_head(output.hidden_states[-1]), output.logits) <= tolerance(self.model)
+
+    def sampling_rules(self, prompt: Ints, options: SamplingOptions, max_new_tokens: int) -> SamplingRules:
+        ids = torch.tensor(prompt, device=self._engine.device)[None]
+        return rules.generation_rules(self.model, self.tokenizer, ids, options, max_new_tokens)
+
+
+def _only(values: Sequence[T], what: str) -> T:
+    if len(values) != 1:
+        raise RequestError(f"hf_causal_lm {what}", f"{len(values)} at once", "Allowed: one sequence at a time.")
+    return values[0]
