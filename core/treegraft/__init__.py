@@ -1,0 +1,84 @@
+"""Lossless tree-based speculative decoding, in which several drafters of different cost grow one shared draft tree.
+
+`load` turns a pipeline of a registry file into a `Pipeline`. The rest is what plugins implement and exchange.
+"""
+
+from treegraft.compose import load
+from treegraft.errors import (
+    ComposeError,
+    DrafterWarning,
+    InvariantError,
+    ModelError,
+    PipelineBusyError,
+    PluginError,
+    RequestError,
+    TreeGraftError,
+)
+from treegraft.hookspecs import hookimpl
+from treegraft.interfaces import (
+    BudgetPolicy,
+    Drafter,
+    DraftRequest,
+    EdgeScorer,
+    GraftPolicy,
+    Limits,
+    ModelSpec,
+    Observation,
+    PositionSelector,
+    Pruner,
+    Rescoring,
+    RoundRecord,
+    RoundState,
+    Scheduler,
+    Source,
+    Statistics,
+    StepRecord,
+    TargetModel,
+    Verdict,
+    Verifier,
+    Wants,
+)
+from treegraft.pipeline import Generation, Pipeline
+from treegraft.sampling import Scores
+from treegraft.statistics import CostModel
+from treegraft.tree import DraftTree, Expansion
+
+__all__ = [
+    "BudgetPolicy",
+    "ComposeError",
+    "CostModel",
+    "DraftRequest",
+    "DraftTree",
+    "Drafter",
+    "DrafterWarning",
+    "EdgeScorer",
+    "Expansion",
+    "Generation",
+    "GraftPolicy",
+    "InvariantError",
+    "Limits",
+    "ModelError",
+    "ModelSpec",
+    "Observation",
+    "Pipeline",
+    "PipelineBusyError",
+    "PluginError",
+    "PositionSelector",
+    "Pruner",
+    "RequestError",
+    "Rescoring",
+    "RoundRecord",
+    "RoundState",
+    "Scheduler",
+    "Scores",
+    "Source",
+    "Statistics",
+    "StepRecord",
+    "TargetModel",
+    "TreeGraftError",
+    "Verdict",
+    "Verifier",
+    "Wants",
+    "hookimpl",
+    "load",
+]

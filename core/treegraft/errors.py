@@ -52,3 +52,36 @@ def suggest(name: str, known: Iterable[str]) -> str | None:
     """A near-miss suggestion, ready to be appended to an error, or None."""
     match = get_close_matches(name, list(known), n=1)
     return f"Did you mean {match[0]!r}?" if match else None
+
+
+class Faults:
+    """All that is wrong with one thing, collected so that it can be shown together."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, ComposeError] = {}
+
+    def add(self, where: str, found: str, allowed: str | None = None, action: str | None = None) -> None:
+        """Keep a fault; the first at each place counts, later ones there follow from it."""
+        self.keep(ComposeError(where, found, allowed, action))
+
+    def keep(self, error: ComposeError) -> None:
+        """The same for an error that was raised."""
+        self._found.setdefault(error.where, error)
+
+    def unknown(self, where: str, noun: str, name: object, known: Iterable[str]) -> None:
+        """A name that is none of the known ones."""
+        known = list(known)
+        allowed = f"Known {noun}s: {', '.join(known) or 'none'}."
+        self.add(where, f"no {noun} named {name!r}.", allowed, suggest(str(name), known))
+
+    def raise_all(self, where: str) -> None:
+        """Raise what was found, if anything, as one error.
+
+        Raises:
+            ComposeError: the one fault, or `where` with all of them.
+        """
+        faults = list(self._found.values())
+        if len(faults) == 1:
+            raise faults[0]
+        if faults:
+            raise ComposeError(where, f"{len(faults)} faults", "\n".join(map(str, faults)).replace("\n", "\n  "))

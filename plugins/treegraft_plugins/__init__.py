@@ -1,0 +1,32 @@
+"""The parts that come with treegraft, offered through the entry point that any plugin uses."""
+
+from treegraft.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def treegraft_register(register: Register) -> None:
+    """Every built-in, by name. Imported here, so that importing a single one does not bring in transformers."""
+    from treegraft.verify import MatchVerifier
+    from treegraft_plugins import budgets, costs, graft_policies, pruners, selectors
+    from treegraft_plugins.drafters.ngram import NGramDrafter
+    from treegraft_plugins.hf.drafter import HFCausalLMDrafter
+    from treegraft_plugins.hf.target import HFCausalLMTarget
+    from treegraft_plugins.schedulers.fixed import FixedScheduler
+    from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
+
+    register("hf_causal_lm", HFCausalLMTarget)
+    register("hf_causal_lm", HFCausalLMDrafter)
+    register("ngram", NGramDrafter)
+    register("newest", selectors.NewestSelector)
+    register("unvisited", selectors.UnvisitedSelector)
+    register("non_destructive", graft_policies.NonDestructive)
+    register("overwrite", graft_policies.Overwrite)
+    register("fixed", FixedScheduler)
+    register("gain_over_cost", GainOverCostScheduler)
+    register("fixed", budgets.FixedBudget)
+    register("gain_over_cost", budgets.GainOverCostBudget)
+    register("top_paths", pruners.TopPaths)
+    register("match", MatchVerifier)
+    register("fixed", costs.FixedCosts)
+    register("measured", costs.MeasuredCosts)
+    register("file", costs.FileCosts)

@@ -1,0 +1,51 @@
+"""What several commands take: a pipeline with overrides, and where to find it."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from treegraft.compose import ResolvedPipeline, resolve
+from treegraft.plugins import Plugins, load_plugins
+
+Command = Callable[..., Any]
+
+
+def plugin_option(command: Command) -> Command:
+    """Adds `--plugin MODULE`, which may be repeated."""
+    return click.option(
+        "--plugin", "modules", multiple=True, metavar="MODULE", help="Load an unpackaged plugin; may be repeated."
+    )(command)
+
+
+def pipeline_options(command: Command) -> Command:
+    """Adds `PIPELINE [KEY=VALUE ...] --registry FILE --plugin MODULE`, which `resolve_options` reads."""
+    decorators = (
+        click.argument("pipeline"),
+        click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]"),
+        click.option(
+            "--registry", type=click.Path(path_type=Path), metavar="FILE",
+            help="Registry file laid over the packaged one.  [default: ./registry.yaml, if there is one]",
+        ),
+        plugin_option,
+    )  # fmt: skip
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+def resolve_options(
+    pipeline: str, overrides: Sequence[str], registry: Path | None, modules: Sequence[str]
+) -> ResolvedPipeline:
+    """The pipeline that a command line asks for; no model is loaded."""
+    return resolve(pipeline, overrides, registry=registry, plugins=plugins_from_here(modules))
+
+
+def plugins_from_here(modules: Sequence[str]) -> Plugins:
+    """The installed plugins and `modules`, which may lie in the working directory."""
+    if modules and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that nothing there shadows an installed package
+    return load_plugins(modules)

@@ -1,0 +1,370 @@
+"""registry.yaml -> Pipeline, in two stages.
+
+`resolve` finds out what a pipeline is (classes, arguments, who offers them, all that is wrong) and loads no model;
+`build` loads and connects. `load` is both.
+"""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from treegraft.errors import ComposeError, Faults, ModelError, TreeGraftError, suggest
+from treegraft.interfaces import Drafter, ModelSpec, Source, TargetModel
+from treegraft.pipeline import Pipeline
+from treegraft.plugins import KINDS, Plugins, Provider, installed_plugins, plural
+from treegraft.registry import Config, Overrides, Registry, lay_over
+from treegraft.schema import PipelineSchema, SourceSchema, model_spec, typed
+
+DEMO = "demo:"
+DEMO_TARGET = "demo:target"
+DEFAULT_TARGET = {"use": "hf_causal_lm", "model": "target"}
+CALLER = Provider("the caller")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+PIPELINE_PARTS = {
+    "target": "target",
+    "scheduler": "scheduler",
+    "budget": "budget",
+    "pruner": "pruner",
+    "verifier": "verifier",
+    "costs": "cost model",
+}
+SOURCE_PARTS = {"draft": "drafter", "select": "selector", "graft": "graft policy", "edges": "edge scorer"}
+
+# -- what it comes to -------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Part:
+    """A component of a pipeline: the class behind its `use`, and what to make it with.
+
+    Attributes:
+        where: its full key path, such as `pipelines.treegraft.sources.middle.draft`.
+        kind: as in `treegraft.plugins.KINDS`.
+        use: the registered name.
+        cls: the class.
+        provider: who offers the class.
+        arguments: of its constructor; `model` is the name of a model.
+        given: the object that the caller passed in its place, or None.
+    """
+
+    where: str
+    kind: str
+    use: str
+    cls: type[Any]
+    provider: Provider
+    arguments: Config
+    given: Any = None
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model to load for it, or None."""
+        return self.arguments.get("model") if self.given is None else None
+
+    def says(self, name: str) -> Any:
+        """What the class, or the object in its place, declares: `rescores`, `proposals`, `lossless`, ..."""
+        return getattr(self.cls if self.given is None else self.given, name)
+
+    def make(self, models: Mapping[str, Any]) -> Any:
+        """The component itself; its `model` argument becomes the ModelSpec or the object in `models`.
+
+        Raises:
+            ComposeError: the constructor refused its arguments.
+            ModelError: it takes a model, and that could not be loaded.
+        """
+        if self.given is not None:
+            return self.given
+        if self.model is None:
+            return self.report(ComposeError, self.cls, **self.arguments)
+        return self.report(ModelError, self.cls, **self.arguments | {"model": models[self.model]})
+
+    def report(self, kind: type[TreeGraftError], call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call, with the key path put before whatever goes wrong."""
+        try:
+            return call(*args, **options)
+        except TreeGraftError as error:
+            raise type(error)(f"{self.where}: {error.where}", error.found, error.allowed, error.action) from error
+        except Exception as error:
+            # attrs' validators put more than the message into an exception's arguments.
+            message = error.args[0] if error.args else ""
+            raise kind(self.where, f"{type(error).__name__}: {message}") from error
+
+
+@attrs.frozen
+class ResolvedPipeline:
+    """A pipeline without faults, before any model is loaded.
+
+    Attributes:
+        name: in the registry.
+        config: what it says after inheritance, overrides, interpolation and defaults.
+        parts: its components by key path inside the pipeline (`sources.middle.draft`).
+        sources: its sources, in order.
+        models: the models it uses, by name: a ModelSpec, or the object that the caller passed.
+        files: the registry files that took part.
+        plugins: where the components come from.
+    """
+
+    name: str
+    config: Config
+    parts: dict[str, Part]
+    sources: dict[str, SourceSchema]
+    models: dict[str, Any]
+    files: tuple[Path, ...]
+    plugins: Plugins = attrs.field(repr=False)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has exactly the target's distribution."""
+        return bool(self.parts["verifier"].says("lossless"))
+
+
+def load(
+    pipeline: str,
+    *overrides: str,
+    models: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    registry: str | Path | None = None,
+) -> Pipeline:
+    """A pipeline of the registry, ready to generate.
+
+    Args:
+        pipeline: its name, such as "treegraft" or one from your own file.
+        overrides: `KEY=VALUE`, a path inside the pipeline or `models.NAME`: "steps=3", "costs={use: fixed}".
+        models: by name, in place of the registry's: a path, a loaded model, a TargetModel, or a Drafter (for the
+            source that drafts with that model). Names that the pipeline does not use are ignored.
+        tokenizer: in place of the target's own.
+        registry: a file laid over the packaged registry; by default `./registry.yaml` where there is one.
+
+    Raises:
+        ComposeError: all that is wrong with the pipeline, in one message.
+        ModelError: a model cannot be loaded or served.
+    """
+    return build(resolve(pipeline, overrides, models=models, registry=registry), tokenizer=tokenizer)
+
+
+def resolve(
+    pipeline: str,
+    overrides: Iterable[str] = (),
+    *,
+    models: Mapping[str, Any] | None = None,
+    registry: str | Path | None = None,
+    plugins: Plugins | None = None,
+) -> ResolvedPipeline:
+    """What a pipeline of the registry is; no model is loaded. Arguments are those of `load`.
+
+    Raises:
+        ComposeError: all that is wrong with the pipeline, in one message.
+    """
+    models = models or {}
+    paths = {name: os.fspath(model) for name, model in models.items() if isinstance(model, str | os.PathLike)}
+    changes = Overrides.parse(overrides)
+    written = Registry.read(registry)
+    resolver = _Resolver(
+        name=pipeline,
+        registry=written.composed(pipeline, changes.with_paths(paths)),
+        plugins=plugins or installed_plugins(),
+        objects={name: model for name, model in models.items() if name not in paths},
+    )
+    resolved = resolver.resolve()
+    for name in changes.models:
+        if name not in written.models and name not in resolved.models:
+            resolver.faults.unknown(f"models.{name}", "model", name, written.models)
+    resolver.faults.raise_all(f"pipelines.{pipeline}")
+    return resolved
+
+
+def build(resolved: ResolvedPipeline, tokenizer: Any = None) -> Pipeline:
+    """Load the models of a resolved pipeline and connect its parts; what needs no model comes first.
+
+    Raises:
+        ComposeError: a component refused its arguments, or the components do not fit together.
+        ModelError: a model cannot be loaded or served.
+    """
+    by_load = sorted(resolved.parts.items(), key=lambda item: (item[1].model is not None, item[0] != "target"))
+    made = {path: part.make(resolved.models) for path, part in by_load}
+    ranks = [schema.rank for schema in resolved.sources.values()]
+    sources = [
+        Source(
+            name=name,
+            index=index,
+            drafter=made[f"sources.{name}.draft"],
+            selector=made[f"sources.{name}.select"],
+            graft_policy=made[f"sources.{name}.graft"],
+            width=schema.width,
+            branching=schema.branching,
+            rank=schema.rank,
+            rescore=schema.rescore,
+            overrules=tuple(rank < schema.rank or other == index for other, rank in enumerate(ranks)),
+            edge_scorer=made.get(f"sources.{name}.edges"),
+        )
+        for index, (name, schema) in enumerate(resolved.sources.items())
+    ]
+    resolved.parts["scheduler"].report(ComposeError, made["scheduler"].bind, list(resolved.sources))
+    return Pipeline(
+        name=resolved.name,
+        sources=sources,
+        **{key: made[key] for key in PIPELINE_PARTS},
+        steps=resolved.config["steps"],
+        calibration=resolved.config["calibration"] == "on",
+        tokenizer=tokenizer,
+        on_round=resolved.plugins.observer,
+    )
+
+
+# -- how it is found out ----------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class _Resolver:
+    """One pipeline on its way to being resolved; faults are collected, so that all of them can be shown."""
+
+    name: str
+    registry: Registry
+    plugins: Plugins
+    objects: Mapping[str, Any]
+    parts: dict[str, Part] = attrs.field(factory=dict)
+    models: dict[str, Any] = attrs.field(factory=dict)
+    faults: Faults = attrs.field(factory=Faults)
+
+    def resolve(self) -> ResolvedPipeline:
+        where = f"pipelines.{self.name}"
+        written = self.registry.value("pipelines", self.name, self.faults)
+        config = typed(PipelineSchema, lay_over({"target": DEFAULT_TARGET}, written), where, self.faults)
+        for key, kind in PIPELINE_PARTS.items():
+            self.part(key, kind, config[key])
+        for name, source in config["sources"].items():
+            keys = config["sources"][name] = typed(SourceSchema, source, f"{where}.sources.{name}", self.faults)
+            for key, kind in SOURCE_PARTS.items():
+                if key != "edges" or keys[key] is not None:
+                    self.part(f"sources.{name}.{key}", kind, keys[key])
+            self.check_source(name, keys)
+        self.check_models()
+        sources = {name: SourceSchema(**keys) for name, keys in config["sources"].items()}
+        self.try_parts(list(sources))
+        return ResolvedPipeline(
+            self.name, config, self.parts, sources, self.models, self.registry.files, self.plugins
+        )  # fmt: skip
+
+    # -- components ---------------------------------------------------------------------------------------------------
+
+    def part(self, path: str, kind: str, written: Config | None) -> None:
+        """Look a component up and check its arguments."""
+        where = f"pipelines.{self.name}.{path}"
+        allowed = f"Known {plural(kind)}: {self.plugins.describe(kind)}."
+        if written is None:
+            self.faults.add(where, f"no {kind} is named.", allowed, f"Write {path.rpartition('.')[2]}: {{use: NAME}}.")
+            return
+        use = written.get("use")
+        arguments = {key: value for key, value in written.items() if key != "use"}
+        given = self.objects.get(str(arguments.get("model", "target" if kind == "target" else None)))
+        if kind in ("target", "drafter") and isinstance(given, KINDS[kind]):
+            self.parts[path] = Part(where, kind, str(use), type(given), CALLER, arguments, given)
+            return
+        found = self.plugins.find(kind, use) if isinstance(use, str) else None
+        if found is None:
+            names = [row.name for row in self.plugins.registrations(kind)]
+            failed = "".join(f"\n  Not loaded: {failure}" for failure in self.plugins.failures)
+            text = f"no {kind} named {use!r}." if "use" in written else "no `use`."
+            self.faults.add(where, text, allowed, ((suggest(str(use), names) or "") + failed).strip() or None)
+            return
+        if self.check_arguments(where, found.cls, arguments):
+            self.parts[path] = Part(where, kind, found.name, found.cls, found.provider, arguments)
+
+    def check_arguments(self, where: str, cls: type[Any], arguments: Config) -> bool:
+        """Whether a constructor takes these arguments, and has all that it needs."""
+        parameters = inspect.signature(cls).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        known = [name for name, parameter in parameters.items() if parameter.kind not in _VARIADIC]
+        unknown = [] if inspect.Parameter.VAR_KEYWORD in kinds else [name for name in arguments if name not in known]
+        needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+        missing = [name for name in needed if name not in arguments]
+        for name in unknown:
+            self.faults.unknown(f"{where}.{name}", "argument", name, known)
+        if missing:
+            self.faults.add(
+                where, f"no {', '.join(map(repr, missing))}.", f"Arguments: {', '.join(known)}.", "Add what is missing."
+            )
+        return not unknown and not missing
+
+    def check_source(self, name: str, keys: Config) -> None:
+        """Whether drafter, source and verifier suit each other."""
+        where = f"pipelines.{self.name}.sources.{name}"
+        drafter, verifier = self.parts.get(f"sources.{name}.draft"), self.parts.get("verifier")
+        if drafter is None:
+            return
+        if keys["rescore"] and not drafter.says("rescores"):
+            self.faults.add(f"{where}.rescore", f"the drafter {drafter.use!r} does not rescore.", "Allowed: false.")
+        if keys["edges"] is not None and not drafter.says("takes_edge_scorer"):
+            self.faults.add(f"{where}.edges", f"the drafter {drafter.use!r} takes no edge scorer.", "Allowed: null.")
+        if verifier is not None and drafter.says("proposals") not in verifier.says("accepts"):
+            self.faults.add(
+                f"{where}.draft", f"{drafter.use!r} makes {drafter.says('proposals')} proposals, "
+                f"for which the verifier {verifier.use!r} would not keep the target's distribution.",
+                f"It accepts: {', '.join(sorted(verifier.says('accepts')))}.", "Take another drafter or verifier.",
+            )  # fmt: skip
+
+    def try_parts(self, source_names: list[str]) -> None:
+        """Make what needs no model, so that what its constructor refuses shows beside the other faults."""
+        for part in self.parts.values():
+            if part.given is None and part.model is None:
+                try:
+                    made = part.make({})
+                    if part.kind == "scheduler":
+                        part.report(ComposeError, made.bind, source_names)
+                except ComposeError as error:
+                    self.faults.keep(error)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def check_models(self) -> None:
+        """Find every model that a component takes."""
+        owner: dict[int, str] = {}
+        for part in self.parts.values():
+            if part.given is not None and owner.setdefault(id(part.given), part.where) != part.where:
+                self.faults.add(
+                    part.where, f"the Drafter object that {owner[id(part.given)]} has already.",
+                    "An object keeps the state of one source.", "Name another model here, and pass an object for each.",
+                )  # fmt: skip
+            if part.model is not None:
+                self.models.update(self.model(part, part.model))
+        for part in self.parts.values():
+            self.check_pairing(part)
+
+    def model(self, part: Part, name: Any) -> dict[str, Any]:
+        """The model of a component under its name, or nothing with a fault."""
+        written = self.registry.models.get(name) if isinstance(name, str) else None
+        alias = re.fullmatch(r"\$\{models\.([\w-]+)\}", written) if isinstance(written, str) else None
+        found = self.objects.get(name, self.objects.get(alias[1]) if alias else None)
+        if isinstance(found, TargetModel | Drafter):
+            self.faults.add(
+                f"{part.where}.model", f"models[{name!r}] is a {type(found).__name__}, no model for a {part.kind}.",
+                f"Allowed: a path, a loaded model, or a {KINDS[part.kind].__name__}.",
+            )  # fmt: skip
+            return {}
+        if found is not None:
+            return {name: found}
+        if written is None:
+            self.faults.unknown(f"{part.where}.model", "model", name, self.registry.models)
+            return {}
+        return {name: model_spec(self.registry.value("models", name, self.faults), f"models.{name}", self.faults)}
+
+    def check_pairing(self, part: Part) -> None:
+        """Refuse an embedded drafter beside a target that it was not made for."""
+        model = self.models.get(part.model or "")
+        if part.kind == "target" or not (isinstance(model, ModelSpec) and model.path.startswith(DEMO)):
+            return
+        target = self.parts.get("target")
+        if target is None or (target.given is None and target.model not in self.models):
+            return  # reported elsewhere
+        found = target.given if target.given is not None else self.models[target.model or ""]
+        path = found.path if isinstance(found, ModelSpec) else f"a {type(found).__name__} object"
+        if path != DEMO_TARGET:
+            self.faults.add(
+                f"{part.where}.model", f"{model.path}, which was made for {DEMO_TARGET}, and the target is {path}.",
+                "Allowed: a model with the target's tokenizer.", f"Name it: models.{part.model}=PATH.",
+            )  # fmt: skip
