@@ -134,7 +134,10 @@ class SamplingOptions:
             "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
             "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an int >= 0 (0 keeps all)"),
-            "stop": (all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            "stop": (
+                isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop),
+                "a tuple of non-empty strings",
+            ),
         }
         for name, (holds, allowed) in checks.items():
             if not holds:

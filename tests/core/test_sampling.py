@@ -1,0 +1,343 @@
+"""Draws, scores, options and the token sampler of a request."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treegraft.errors import RequestError
+from treegraft.sampling import (
+    Draws,
+    SamplingOptions,
+    SamplingRules,
+    Scores,
+    SeededDraws,
+    TokenSampler,
+    top_tokens,
+)
+from treegraft.tree import DraftTree, Expansion
+
+ALMOST_ONE = 1.0 - 2.0**-53
+
+# -- draws ------------------------------------------------------------------------------------------------------------
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=6))
+def test_a_draw_is_a_function_of_seed_and_position(seed, positions):
+    """Whatever was read before, in whatever order, and with whatever company in the batch."""
+    one, other = SeededDraws(seed), SeededDraws((seed, 0))
+    expected = {p: one.uniform(p) for p in positions}
+    assert {p: other.uniform(p) for p in reversed(positions)} == expected
+    assert all(0.0 <= u < 1.0 for u in expected.values())
+    probs = torch.full((1, 5), 0.2, dtype=torch.float64)
+    together = other.choose(probs.expand(len(positions), 5), np.array(positions))
+    assert [together[i] for i in range(len(positions))] == [one.choose(probs, np.array([p]))[0] for p in positions]
+
+
+def test_seeds_keep_their_meaning():
+    """Pinned: a seed noted down today gives the same text tomorrow."""
+    assert SeededDraws(0).uniform(0) == 0.011546754286331562
+    assert SeededDraws((7, 3)).uniform(41) == 0.7846876117284323
+
+
+def test_positions_rows_and_seeds_draw_apart():
+    draws = [SeededDraws(seed) for seed in (0, 1, (0, 1), (1, 1), 2**63, 2**64 - 1)]
+    uniforms = {d.uniform(p) for d in draws for p in (0, 1, 2, 2**32)}
+    assert len(uniforms) == len(draws) * 4
+
+
+def test_without_a_seed_a_fresh_one_is_reported_and_repeats_the_run():
+    first, second = SeededDraws(), SeededDraws(None)
+    assert first.seed != second.seed
+    assert SeededDraws(first.seed).uniform(5) == first.uniform(5)
+    assert SeededDraws((3, 4)).seed == (3, 4) and SeededDraws(3).seed == 3
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, "1", (1,), (1, 2, 3), (1, -1), (0, True), [1, 2], (0, 2**64)])
+def test_seeds_are_refused_not_coerced(seed):
+    with pytest.raises(RequestError, match="seed"):
+        SeededDraws(seed)
+
+
+def test_global_random_state_is_untouched():
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    draws = SeededDraws()
+    draws.choose(torch.full((3, 4), 0.25, dtype=torch.float64), np.arange(3))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def test_uniforms_are_uniform():
+    """Chi-square over 64 bins, of single uniforms, of neighbouring positions together, and across seeds."""
+    by_position = np.array([SeededDraws(11).uniform(p) for p in range(6400)])
+    by_seed = np.array([SeededDraws(s).uniform(11) for s in range(6400)])
+    by_row = np.array([SeededDraws((11, r)).uniform(11) for r in range(6400)])
+    for uniforms in (by_position, by_seed, by_row):
+        singles = np.bincount((uniforms * 64).astype(int), minlength=64)
+        pairs = np.bincount((uniforms[:-1] * 8).astype(int) * 8 + (uniforms[1:] * 8).astype(int), minlength=64)
+        # 63 degrees of freedom: 110 is exceeded by chance once in 5000, and the seeds are fixed.
+        assert chi_square(singles, np.full(64, 100.0)) < 110
+        assert chi_square(pairs, np.full(64, 6399 / 64)) < 110
+
+
+def test_choices_follow_the_probabilities():
+    probs = torch.tensor([[0.5, 0.0, 0.3, 0.15, 0.05]], dtype=torch.float64)
+    rows = SeededDraws(5).choose(probs.expand(8000, 5), np.arange(8000))
+    counts = np.bincount([rows[i] for i in range(8000)], minlength=5)
+    assert counts[1] == 0
+    mass = probs[0].numpy() > 0
+    assert chi_square(counts[mass], 8000 * probs[0].numpy()[mass]) < 16.3  # 3 degrees of freedom, 1 in 1000
+
+
+class FixedUniform(SeededDraws):
+    """Every uniform is the given one."""
+
+    def __init__(self, value: float):
+        super().__init__(0)
+        self.value = value
+
+    def uniform(self, position: int) -> float:
+        return self.value
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 0.1, 1 / 3, 1.0]) | st.floats(0, 1), min_size=1, max_size=8).filter(
+        lambda weights: sum(weights) > 0
+    ),
+    st.sampled_from([0.0, 2.0**-53, 0.5, ALMOST_ONE]) | st.floats(0, 1, exclude_max=True),
+)
+def test_a_token_without_mass_is_never_chosen(weights, uniform):
+    probs = torch.tensor([weights], dtype=torch.float64)
+    probs = probs / probs.sum()
+    token = FixedUniform(uniform).choose(probs, np.array([0]))[0]
+    assert probs[0, token] > 0
+    if uniform == 0.0:
+        assert not probs[0, :token].any(), "zero takes the first token with mass"
+
+
+def test_uniforms_at_the_edges_of_the_cumulative_distribution():
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64)
+    for uniform, token in [(0.0, 1), (0.25 - 2**-54, 1), (0.25, 3), (ALMOST_ONE, 3)]:
+        assert FixedUniform(uniform).choose(probs, np.array([0]))[0] == token
+    short = torch.full((1, 3), 0.333333, dtype=torch.float64)  # sums to less than one
+    assert FixedUniform(ALMOST_ONE).choose(short, np.array([0]))[0] == 2
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_are_float32_copies(dtype):
+    scores = Scores(torch.arange(6, dtype=dtype).reshape(2, 3))
+    for given_out in (scores.logits(1), scores.batch()):
+        assert given_out.dtype == torch.float32
+        given_out.zero_()
+    assert scores.logits(1).tolist() == [3.0, 4.0, 5.0] and scores.batch().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_top_tokens_and_hidden_states():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, -torch.inf, 4.0], [0.0, 100.0, 0.0]], dtype=torch.float64)
+    scores = Scores(logits, torch.arange(6.0).reshape(3, 1, 2))
+    ids, log_probs = scores.top(np.array([2, 0]), 2)
+    assert ids[:, 0].tolist() == [1, 1] and ids[1].tolist() == [1, 2]
+    assert np.allclose(log_probs[1], logits[0].log_softmax(-1)[[1, 2]]) and (log_probs <= 0).all()
+    assert scores.top(np.array([0]), 99)[0].shape == (1, 3)
+    assert scores.hidden(np.array([2, 0])).tolist() == [[[4.0, 5.0]], [[0.0, 1.0]]]
+    assert Scores(logits).hidden(np.array([0])) is None
+    assert top_tokens(logits[:0], 2)[0].shape == (0, 2)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, float("nan"), float("inf"), "1", None, True)),
+        *(("top_p", value) for value in (0.0, 1.1, float("nan"), "1", True)),
+        *(("top_k", value) for value in (-1, 1.0, True, None)),
+        *(("stop", value) for value in ("END", ("",), (1,), ["END"])),
+    ],
+)
+def test_options_are_refused_not_coerced(name, value):
+    with pytest.raises(RequestError, match=name):
+        SamplingOptions(**{"temperature": 1.0, name: value})
+
+
+def test_options_that_greedy_decoding_would_drop_are_refused():
+    for options in ({"top_p": 0.9}, {"top_k": 5}):
+        with pytest.raises(RequestError, match="temperature"):
+            SamplingOptions(temperature=0.0, **options)
+    SamplingOptions(temperature=0.7, top_p=0.9, top_k=5, stop=("END",))
+
+
+# -- the token sampler ------------------------------------------------------------------------------------------------
+
+
+class Recorded(Draws):
+    """Takes the last token with mass, and notes which positions are read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def choose(self, probs, positions):
+        draws = self
+
+        class Rows:
+            def __getitem__(self, row: int) -> int:
+                draws.read.append(int(positions[row]))
+                return int(torch.nonzero(probs[row])[-1])
+
+        return Rows()
+
+
+def one_hot(*tokens: int, vocab_size: int = 4) -> Scores:
+    """Row i leaves all mass on `tokens[i]`."""
+    logits = torch.full((len(tokens), vocab_size), -torch.inf, dtype=torch.float64)
+    logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
+    return Scores(logits)
+
+
+def on_accelerator(scores: Scores) -> SimpleNamespace:
+    """The same scores, said to live on a device that is read once a round."""
+    device = SimpleNamespace(type="cuda")
+    return SimpleNamespace(tensor=SimpleNamespace(device=device), batch=scores.batch, logits=None)
+
+
+CHAIN = DraftTree.rooted(0).append(Expansion([0, -1, -2], [1, 2, 3], [-1.0] * 3), 0, [True])
+
+
+def begun(rules: SamplingRules, scores: Scores, max_tokens: int = 10, draws: Draws | None = None) -> TokenSampler:
+    sampler = TokenSampler([2, 0], rules, draws or SeededDraws(0), max_tokens)
+    sampler.begin(CHAIN, scores)
+    return sampler
+
+
+@pytest.mark.parametrize("place", [lambda scores: scores, on_accelerator])
+def test_tokens_in_order_at_consecutive_positions(place):
+    draws = Recorded()
+    sampler = begun(SamplingRules(greedy=False), place(one_hot(1, 2, 3, 0)), draws=draws)
+    assert [sampler.next(row) for row in range(3)] == [1, 2, 3]
+    assert draws.read == [2, 3, 4], "the position of each emitted token, and rows that were not reached are not read"
+    assert sampler.emitted == [1, 2, 3] and sampler.num_emitted == 3 and sampler.num_prompt == 2
+    assert sampler.tokens.tolist() == [2, 0, 1, 2, 3] and not sampler.tokens.flags.writeable
+    sampler.begin(DraftTree.rooted(3), place(one_hot(1)))
+    assert sampler.next(0) == 1 and draws.read[-1] == 5
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@given(seed=st.integers(0, 2**32))
+def test_a_round_read_at_once_gives_what_rows_read_one_by_one_give(greedy, seed):
+    logits = torch.from_numpy(np.random.default_rng(seed).integers(-2, 3, (4, 5)).astype(np.float64))
+    doubled = lambda ids, scores: scores * 2.0  # noqa: E731
+    rules = SamplingRules(greedy=greedy, processors=(doubled,), stateless=True)
+    lazy, batched = begun(rules, Scores(logits)), begun(rules, on_accelerator(Scores(logits)))
+    assert [lazy.next(row) for row in range(4)] == [batched.next(row) for row in range(4)]
+
+
+def test_greedy_takes_the_first_of_equal_maxima():
+    tied = Scores(torch.tensor([[0.0, 3.0, 3.0, 3.0]]))
+    same = lambda ids, scores: scores  # noqa: E731
+    for rules in (SamplingRules(), SamplingRules(processors=(same,))):
+        assert begun(rules, tied).next(0) == begun(rules, on_accelerator(tied)).next(0) == 1
+
+
+def test_processors_see_the_true_prefix_once_a_token():
+    """Row by row, in order, float32, with everything emitted so far; and they may write into their scores."""
+    seen: list[list[int]] = []
+
+    def ban_what_was_seen(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert scores.dtype == torch.float32 and scores.shape == (1, 4) and ids.dtype == torch.int64
+        seen.append(ids[0].tolist())
+        scores[:, ids[0]] = -torch.inf
+        return scores
+
+    scores = Scores(torch.zeros(4, 4))
+    sampler = begun(SamplingRules(processors=(ban_what_was_seen,), stateless=False), scores)
+    assert [sampler.next(0), sampler.next(1)] == [1, 3]
+    assert seen == [[2, 0], [2, 0, 1]]
+    assert not scores.tensor.any(), "the forward's rows are not the processor's to change"
+
+
+def test_processors_run_in_order_before_temperature_like_softmax():
+    double = lambda ids, scores: scores * 2  # noqa: E731
+    keep_largest = lambda ids, scores: scores.masked_fill(scores < 3, -torch.inf)  # noqa: E731
+    draws = Recorded()
+    rules = SamplingRules(greedy=False, processors=(double, keep_largest))
+    assert begun(rules, Scores(torch.tensor([[1.6, 2.0, 1.0, 0.0]])), draws=draws).next(0) == 1
+
+
+@pytest.mark.parametrize("limit", ["length", "context_limit"])
+def test_the_limit_ends_a_request_by_its_name(limit):
+    sampler = TokenSampler([0], SamplingRules(), SeededDraws(0), 2, limit)
+    sampler.begin(CHAIN, one_hot(1, 2, 3))
+    assert (sampler.next(0), sampler.stop_reason) == (1, None)
+    assert (sampler.next(1), sampler.stop_reason) == (2, limit)
+    with pytest.raises(RuntimeError, match="after the end"):
+        sampler.next(2)
+    assert sampler.emitted == [1, 2]
+
+
+def test_nothing_to_emit_is_the_end_at_once():
+    sampler = TokenSampler([0], SamplingRules(), SeededDraws(0), 0)
+    assert sampler.stop_reason == "length" and sampler.emitted == []
+    sampler.begin(CHAIN, one_hot(1))
+    with pytest.raises(RuntimeError, match="length"):
+        sampler.next(0)
+
+
+def test_next_needs_a_round():
+    with pytest.raises(RuntimeError, match="before begin"):
+        TokenSampler([0], SamplingRules(), SeededDraws(0), 5).next(0)
+
+
+def test_eos_and_criteria_are_tested_after_every_token():
+    seen: list[list[int]] = []
+
+    def two_in_a_row(ids: torch.Tensor, scores: object) -> torch.Tensor:
+        seen.append(ids[0].tolist())
+        return ids[:, -1] == ids[:, -2]
+
+    rules = SamplingRules(criteria=(two_in_a_row,), eos_ids=frozenset({3}))
+    sampler = begun(rules, one_hot(1, 1, 1, 1))
+    assert [sampler.next(0), sampler.next(1)] == [1, 1] and sampler.stop_reason == "stop"
+    assert seen == [[2, 0, 1], [2, 0, 1, 1]]
+    sampler = begun(rules, one_hot(1, 3, 1))
+    assert [sampler.next(0), sampler.next(1)] == [1, 3] and sampler.stop_reason == "eos"
+
+
+def test_the_first_reason_to_end_is_reported():
+    always = lambda ids, scores: True  # noqa: E731
+    for rules, reason in [
+        (SamplingRules(eos_ids=frozenset({1}), criteria=(always,)), "eos"),
+        (SamplingRules(criteria=(always,)), "stop"),
+        (SamplingRules(), "length"),
+    ]:
+        sampler = begun(rules, one_hot(1), max_tokens=1)
+        sampler.next(0)
+        assert sampler.stop_reason == reason
+
+
+def test_the_buffer_grows():
+    """Beyond its first 256 tokens, and again, with the prefix intact for processors and criteria."""
+    lengths: list[int] = []
+
+    def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        lengths.append(ids.shape[1])
+        return scores
+
+    sampler = TokenSampler([3, 1], SamplingRules(processors=(watch,)), SeededDraws(0), 1500)
+    tokens = [i % 4 for i in range(1500)]
+    early = sampler.tokens
+    for token in tokens:
+        sampler.begin(CHAIN, one_hot(token))
+        sampler.next(0)
+    assert sampler.tokens.tolist() == [3, 1, *tokens] and early.tolist() == [3, 1]
+    assert lengths == list(range(2, 1502)) and sampler.stop_reason == "length"
