@@ -1,0 +1,291 @@
+"""A causal LM of transformers as a drafter: each tree node forwarded at most once a round, kept by its path."""
+
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import torch
+from attrs.validators import optional
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from treegraft.errors import ModelError
+from treegraft.interfaces import Drafter, DraftRequest, ModelSpec, Observation, Rescoring, TargetModel, Wants
+from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints, child_uid
+from treegraft_plugins import options
+from treegraft_plugins.hf.engine import TreeEngine
+from treegraft_plugins.hf.loading import load_causal_lm
+from treegraft_plugins.hf.probe import check_trees, refuse_unserved
+
+_MAX_MISSED = 64  # committed tokens that may ride along with tree nodes; longer stretches are forwarded before them
+_LEAST_LOG_PROB = -1e4  # (nats) stands for impossible, so that scores stay finite
+
+
+@attrs.define(eq=False)
+class _Round:
+    """The nodes forwarded since the last commit, and what the model said after each.
+
+    Attributes:
+        slot_of: a node's slot in the engine, by uid.
+        child_of: the same by (parent's slot, token), the root's parent being -1: how an accepted path is found again.
+        logits: a row [V] for every slot.
+        sees: bool [slots, slots], which slots each slot sees.
+        scored: uids of the nodes this drafter has given scores.
+    """
+
+    slot_of: dict[int, int] = attrs.Factory(dict)
+    child_of: dict[tuple[int, int], int] = attrs.Factory(dict)
+    logits: list[torch.Tensor] = attrs.Factory(list)
+    sees: Bools = attrs.Factory(lambda: np.zeros((0, 0), np.bool_))
+    scored: set[int] = attrs.Factory(set)
+
+    def slots(self, tree: DraftTree) -> Ints:
+        """int64 [N]: the slot of every row, -1 where it was not forwarded."""
+        get = self.slot_of.get
+        return np.array([get(uid, -1) for uid in tree.uid.tolist()], dtype=np.int64)
+
+    def path(self, tokens: Ints) -> list[int]:
+        """Slots of the longest forwarded prefix of `tokens`, which begin with the root."""
+        slots, slot = [], -1
+        for token in tokens.tolist():
+            slot = self.child_of.get((slot, token), -1)
+            if slot < 0:
+                break
+            slots.append(slot)
+        return slots
+
+    def add(self, tree: DraftTree, rows: list[int], slots: Ints, num_missed: int) -> None:
+        """Take in `rows`, parents first, whose new slots stand in `slots` [N], behind `num_missed` committed tokens."""
+        num_old, num_new = len(self.sees), num_missed + len(rows)
+        sees = np.zeros((num_old + num_new, num_old + num_new), np.bool_)
+        sees[:num_old, :num_old] = self.sees
+        if num_missed:
+            sees[:num_missed, :num_missed] = np.tri(num_missed, dtype=np.bool_)
+        uid, token, parent, slot = tree.uid.tolist(), tree.token.tolist(), tree.parent.tolist(), slots.tolist()
+        for row in rows:
+            at, up = slot[row], -1 if row == 0 else slot[parent[row]]
+            # Below committed tokens of this round, which only a root can follow directly.
+            sees[at] = sees[up] if up >= 0 else np.arange(len(sees)) < num_missed
+            sees[at, at] = True
+            self.slot_of[uid[row]] = at
+            self.child_of[up, token[row]] = at
+        self.sees = sees
+
+
+@attrs.define(eq=False)
+class HFCausalLMDrafter(Drafter):
+    """Proposes the most probable next tokens of a causal LM, and scores what others proposed.
+
+    A node's keys, values and logits are kept by its path, so between two commits it is forwarded once at most, whatever
+    happens to the tree. Of an accepted path the forwarded part stays in the cache; committed tokens the model has not
+    seen yet, be it a prompt or what others drafted, are forwarded with the next call's nodes.
+
+    Args:
+        model: what to load, or a loaded model; its weights may be shared, its cache is the drafter's own.
+        rescore_limit: R, forward only the best R of the unprocessed candidates (and their ancestors) when rescoring;
+            None forwards all.
+        temperature: divides the logits; 1.0 drafts from the model's own distribution, whatever the target's sampling.
+        self_check: compare tree forwards with plain ones on this very model before the first use.
+
+    Raises:
+        ModelError: the model cannot be loaded, or cannot be served, or fails the self-check.
+
+    Source: TreeGraft, "middle drafter"; one forward a call instead of the whole tree.
+    """
+
+    model: ModelSpec | PreTrainedModel
+    rescore_limit: int | None = attrs.field(default=None, kw_only=True, validator=optional(options.whole(1)))
+    temperature: float = attrs.field(default=1.0, kw_only=True, validator=options.number(1e-3))
+    self_check: bool = attrs.field(default=True, kw_only=True, validator=options.switch)
+
+    rescores: ClassVar[bool] = True
+
+    def __attrs_post_init__(self) -> None:
+        model, self._tokenizer = load_causal_lm(self.model)
+        refuse_unserved(model)
+        self._engine = TreeEngine(model)
+        if self.self_check:
+            check_trees(self._engine)
+        self.max_length = self._engine.max_length
+        self._num_shared_tokens = self._engine.vocab_size
+        self._round = _Round()
+        self._num_rows = 0
+
+    # -- the request's course -----------------------------------------------------------------------------------------
+
+    def bind(self, target: TargetModel) -> None:
+        self._num_shared_tokens = num_shared_tokens(self._tokenizer, self._engine.vocab_size, target)
+
+    def start(self, observation: Observation) -> None:
+        # The prompt is forwarded by the first call: a drafter that is never called costs nothing.
+        self.stop()
+
+    def observe(self, observation: Observation) -> None:
+        if self._engine.num_slots:
+            num_missed = self._engine.num_slots - len(self._round.slot_of)
+            path = self._round.path(observation.tokens)
+            self._engine.commit(np.array([*range(num_missed), *path], dtype=np.int64))
+        self._round = _Round()
+        self._num_rows = 0
+
+    def stop(self) -> None:
+        self._engine.reset()
+        self._round = _Round()
+        self._num_rows = 0
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def rescore(self, tree: DraftTree, candidates: Ints, request: DraftRequest) -> Rescoring:
+        slots = self._round.slots(tree)
+        wanted = candidates[(slots[candidates] < 0) & (tree.depth[candidates] < request.max_depth)]
+        if self.rescore_limit is not None and len(wanted) > self.rescore_limit:
+            order = np.lexsort((wanted, tree.depth[wanted], -tree.path_score[wanted]))
+            wanted = wanted[order[: self.rescore_limit]]
+        self._process(tree, wanted, slots, request.committed)
+        self.num_rows = self._num_rows
+
+        rows = np.flatnonzero((slots[tree.parent] >= 0) & (tree.token < self._engine.vocab_size))
+        scored, uid = self._round.scored, tree.uid.tolist()
+        rows = np.array([row for row in rows.tolist() if row and uid[row] not in scored], dtype=np.int64)
+        scored.update(tree.uid[rows].tolist())
+        log_prob = self._edge_log_probs(slots[tree.parent[rows]], tree.token[rows])
+        return Rescoring(rows, log_prob, candidates[slots[candidates] >= 0])
+
+    def draft(self, request: DraftRequest) -> Expansion:
+        tree = request.tree
+        slots = self._round.slots(tree)
+        positions = request.positions[tree.depth[request.positions] < request.max_depth]
+        self._process(tree, positions, slots, request.committed)
+        self.num_rows, self._num_rows = self._num_rows, 0
+
+        positions = positions[slots[positions] >= 0]
+        num_tokens = min(request.vocab_size, self._num_shared_tokens)
+        num_children = min(request.branching, request.max_nodes, num_tokens)
+        if not len(positions) or num_children < 1:
+            return Expansion.empty()
+        token, log_prob = self._best_children(slots[positions], num_children, num_tokens)
+        anchor = np.repeat(positions, num_children)
+        if len(anchor) > request.max_nodes:
+            best = np.argsort(-(tree.path_score[anchor] + log_prob), kind="stable")[: request.max_nodes]
+            best.sort()
+            anchor, token, log_prob = anchor[best], token[best], log_prob[best]
+        self._round.scored.update(child_uid(tree.uid[anchor], token).tolist())
+        return Expansion(anchor, token, log_prob)
+
+    # -- forwarding ---------------------------------------------------------------------------------------------------
+
+    def _process(self, tree: DraftTree, wanted: Ints, slots: Ints, committed: NDArray[np.int64]) -> None:
+        """Forward `wanted` rows and ancestors, as far as that has not happened; `slots` [N] is completed in place."""
+        rows = self._unprocessed(tree, wanted, slots, committed)
+        if not rows:
+            return
+        missed = self._missed(committed)
+        root_position = len(committed) - 1
+        first = self._engine.num_slots + len(missed)
+        slots[rows] = np.arange(first, first + len(rows))
+        self._round.add(tree, rows, slots, len(missed))
+        logits, _ = self._engine.forward(
+            np.concatenate([missed, tree.token[rows]]),
+            root_position + np.concatenate([np.arange(-len(missed), 0), tree.depth[rows]]),
+            self._round.sees[self._engine.num_slots :],
+        )
+        self._round.logits.extend(logits)
+        self._num_rows += len(logits)
+
+    def _unprocessed(self, tree: DraftTree, wanted: Ints, slots: Ints, committed: NDArray[np.int64]) -> list[int]:
+        """The rows to forward, ascending: unprocessed ones among `wanted` and their ancestors.
+
+        What the model cannot take, be it for its vocabulary or its length, is left out with all below it.
+        """
+        vocab_size, max_length = self._engine.vocab_size, self.max_length
+        takes = tree.token < vocab_size
+        if max_length is not None:
+            takes &= tree.depth < max_length - len(committed) + 1
+        if not takes.all():
+            for row, parent in enumerate(tree.parent.tolist()):
+                takes[row] &= row == 0 or takes[parent]
+        if (committed[self._engine.num_committed :] >= vocab_size).any():
+            return []
+        parent, slot, rows = tree.parent.tolist(), slots.tolist(), set()
+        for row in wanted[takes[wanted]].tolist():
+            while row >= 0 and slot[row] < 0 and row not in rows:
+                rows.add(row)
+                row = parent[row]
+        return sorted(rows)
+
+    def _missed(self, committed: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Committed tokens that the round's first forward must take along; long stretches are forwarded here."""
+        engine = self._engine
+        if engine.num_slots:
+            return committed[:0]
+        missed = committed[engine.num_committed : -1]
+        if engine.num_committed == 0 and len(missed):
+            engine.prefill(missed, Wants())
+            return missed[:0]
+        while len(missed) > _MAX_MISSED:
+            chunk, missed = missed[:_MAX_MISSED], missed[_MAX_MISSED:]
+            positions = np.arange(engine.num_committed, engine.num_committed + len(chunk))
+            engine.forward(chunk, positions, np.tri(len(chunk), dtype=np.bool_))
+            engine.commit(np.arange(len(chunk)))
+        return missed
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _log_probs(self, slots: list[int]) -> torch.Tensor:
+        """Log-softmax rows [len(slots), V] in float32 or better."""
+        logits = torch.stack([self._round.logits[slot] for slot in slots])
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        return (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+
+    def _edge_log_probs(self, parent_slots: Ints, token: Ints) -> Floats:
+        """float64 [R]: log probabilities of `token` [R], each after the node in its `parent_slots` [R]."""
+        if not len(token):
+            return np.zeros(0)
+        parents, index = np.unique(parent_slots, return_inverse=True)
+        log_probs = self._log_probs(parents.tolist())
+        index, token = (torch.as_tensor(column, device=log_probs.device) for column in (index, token))
+        return _finite(log_probs[index, token].double().cpu().numpy())
+
+    def _best_children(self, slots: Ints, num_children: int, num_tokens: int) -> tuple[Ints, Floats]:
+        """Tokens and log probabilities [P * m]: the best m children of each of `slots` [P], of the first ids only."""
+        log_prob, token = self._log_probs(slots.tolist())[:, :num_tokens].topk(num_children)
+        # One transfer: float64 holds token ids exactly.
+        token, log_prob = torch.stack([token.double(), log_prob.double()]).flatten(1).cpu().numpy()
+        return token.astype(np.int64), _finite(log_prob)
+
+
+def _finite(log_prob: Floats) -> Floats:
+    if np.isnan(log_prob).any():
+        raise ModelError(
+            "hf_causal_lm", "the model's logits are NaN", None, "Check its weights; float16 may overflow: try float32."
+        )
+    return np.maximum(log_prob, _LEAST_LOG_PROB)
+
+
+def num_shared_tokens(tokenizer: Any, vocab_size: int, target: TargetModel) -> int:
+    """How many ids, counted from 0, a drafter may propose to `target`.
+
+    With two tokenizers every id that both define must stand for the same text, and ids beyond the shorter of them
+    (rows that only pad the embedding) are left out. Without them nothing can be compared, and the sizes must agree.
+
+    Raises:
+        ModelError: the vocabularies differ.
+    """
+    if tokenizer is None or target.tokenizer is None:
+        if vocab_size != target.vocab_size:
+            raise ModelError(
+                "hf_causal_lm", f"a drafter of {vocab_size} tokens for a target of {target.vocab_size}, not both "
+                "with a tokenizer", "Allowed: equal sizes, or two tokenizers that agree (padding may then differ).",
+                "Give both models as folders that hold their tokenizers.",
+            )  # fmt: skip
+        return vocab_size
+    own, other = ({id_: text for text, id_ in each.get_vocab().items()} for each in (tokenizer, target.tokenizer))
+    differing = [id_ for id_, text in own.items() if other.get(id_, text) != text]
+    if differing:
+        first = min(differing)
+        raise ModelError(
+            "hf_causal_lm", f"token {first} is {own[first]!r} to the drafter and {other[first]!r} to the target",
+            "Allowed: a drafter that shares the target's tokenizer.", "Choose a drafter of the target's family.",
+        )  # fmt: skip
+    return min(vocab_size, target.vocab_size, max(own) + 1, max(other) + 1)
