@@ -7,6 +7,10 @@ except ImportError as error:
 
 import numpy as np
 
+from treegraft.compose import load
+from treegraft.pipeline import Pipeline
+from treegraft.testing.drafters import TableDrafter
+from treegraft.testing.models import MarkovTarget
 from treegraft.tree import DraftTree, Expansion, Floats
 
 # Few distinct values, so that ties and certain tokens are common, beside any other.
@@ -66,3 +70,42 @@ def markov_tables(draw: st.DrawFn, vocab_size: int = 3, order: int = 2) -> Float
         if draw(st.integers(0, 5)) == 0:
             row[draw(st.integers(0, vocab_size - 1))] = -np.inf
     return table
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, pipeline: str = "neural_small", target: MarkovTarget | None = None) -> Pipeline:
+    """Pipelines with any fixed schedule, whose sources `small` and `middle` differ from the registry's in all else.
+
+    Selectors, graft policies, widths, branching, ranks, rescoring, steps and budget are drawn; costs are fixed. Every
+    schedule begins with a source and every budget lets a node through. The models are toys: `Pipeline.target` is a
+    `MarkovTarget`, and each drafter that takes a model reads a table, in half of the cases the target's own.
+
+    Args:
+        draw: Hypothesis's.
+        pipeline: of the registry, with sources `small` and `middle`, the latter on a model.
+        target: None draws one over three tokens.
+    """
+    if target is None:
+        target = MarkovTarget(draw(markov_tables()))
+    names = st.sampled_from(["small", "middle"])
+    pattern = [draw(names), *draw(st.lists(names | st.just("null"), max_size=3))]
+    policies, selectors = st.sampled_from(["non_destructive", "overwrite"]), st.sampled_from(["newest", "unvisited"])
+    overrides = [
+        f"steps={draw(st.integers(1, 4))}",
+        f"scheduler={{use: fixed, pattern: [{', '.join(pattern)}]}}",
+        f"budget={{use: fixed, verify_nodes: {draw(st.integers(1, 12))}}}",
+        "costs={use: fixed}",
+        f"sources.middle.rescore={str(draw(st.booleans())).lower()}",
+        f"calibration={draw(st.sampled_from(['on', 'off']))}",
+    ]
+    for source in ("small", "middle"):
+        overrides += [
+            f"sources.{source}.graft={{use: {draw(policies)}}}",
+            f"sources.{source}.select={{use: {draw(selectors)}}}",
+            f"sources.{source}.width={draw(st.integers(1, 3))}",
+            f"sources.{source}.branching={draw(st.integers(1, 3))}",
+            f"sources.{source}.rank={draw(st.integers(0, 1))}",
+        ]
+    tables = st.just(target.table) | markov_tables(target.vocab_size)
+    drafters = {name: TableDrafter(draw(tables)) for name in ("small", "middle")}
+    return load(pipeline, *overrides, models={"target": target, **drafters})
