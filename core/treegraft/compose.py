@@ -255,6 +255,8 @@ class _Resolver:
     def part(self, path: str, kind: str, written: Config | None) -> None:
         """Look a component up and check its arguments."""
         where = f"pipelines.{self.name}.{path}"
+        if self.faults.at(where):
+            return
         allowed = f"Known {plural(kind)}: {self.plugins.describe(kind)}."
         if written is None:
             self.faults.add(where, f"no {kind} is named.", allowed, f"Write {path.rpartition('.')[2]}: {{use: NAME}}.")
@@ -268,14 +270,14 @@ class _Resolver:
         found = self.plugins.find(kind, use) if isinstance(use, str) else None
         if found is None:
             names = [row.name for row in self.plugins.registrations(kind)]
+            hints = " ".join(filter(None, [allowed, suggest(str(use), names)]))
             failed = "".join(f"\n  Not loaded: {failure}" for failure in self.plugins.failures)
-            text = f"no {kind} named {use!r}." if "use" in written else "no `use`."
-            self.faults.add(where, text, allowed, ((suggest(str(use), names) or "") + failed).strip() or None)
+            self.faults.add(where, f"no {kind} named {use!r}." if "use" in written else "no `use`.", hints + failed)
             return
-        if self.check_arguments(where, found.cls, arguments):
-            self.parts[path] = Part(where, kind, found.name, found.cls, found.provider, arguments)
+        self.parts[path] = Part(where, kind, found.name, found.cls, found.provider, arguments)
+        self.check_arguments(where, found.cls, arguments)
 
-    def check_arguments(self, where: str, cls: type[Any], arguments: Config) -> bool:
+    def check_arguments(self, where: str, cls: type[Any], arguments: Config) -> None:
         """Whether a constructor takes these arguments, and has all that it needs."""
         parameters = inspect.signature(cls).parameters
         kinds = {parameter.kind for parameter in parameters.values()}
@@ -289,7 +291,6 @@ class _Resolver:
             self.faults.add(
                 where, f"no {', '.join(map(repr, missing))}.", f"Arguments: {', '.join(known)}.", "Add what is missing."
             )
-        return not unknown and not missing
 
     def check_source(self, name: str, keys: Config) -> None:
         """Whether drafter, source and verifier suit each other."""
@@ -311,12 +312,12 @@ class _Resolver:
     def try_parts(self, source_names: list[str]) -> None:
         """Make what needs no model, so that what its constructor refuses shows beside the other faults."""
         for part in self.parts.values():
-            if part.given is None and part.model is None:
+            if part.given is None and part.model is None and not self.faults.at(part.where):
                 try:
                     made = part.make({})
                     if part.kind == "scheduler":
                         part.report(ComposeError, made.bind, source_names)
-                except ComposeError as error:
+                except TreeGraftError as error:
                     self.faults.keep(error)
 
     # -- models -------------------------------------------------------------------------------------------------------
@@ -346,12 +347,11 @@ class _Resolver:
                 f"Allowed: a path, a loaded model, or a {KINDS[part.kind].__name__}.",
             )  # fmt: skip
             return {}
-        if found is not None:
-            return {name: found}
-        if written is None:
+        if found is None and name not in self.registry.models:
             self.faults.unknown(f"{part.where}.model", "model", name, self.registry.models)
-            return {}
-        return {name: model_spec(self.registry.value("models", name, self.faults), f"models.{name}", self.faults)}
+        elif found is None:
+            found = model_spec(self.registry.value("models", name, self.faults), f"models.{name}", self.faults)
+        return {} if found is None else {name: found}
 
     def check_pairing(self, part: Part) -> None:
         """Refuse an embedded drafter beside a target that it was not made for."""

@@ -58,13 +58,13 @@ class Faults:
     """All that is wrong with one thing, collected so that it can be shown together."""
 
     def __init__(self) -> None:
-        self._found: dict[str, ComposeError] = {}
+        self._found: dict[str, TreeGraftError] = {}
 
     def add(self, where: str, found: str, allowed: str | None = None, action: str | None = None) -> None:
         """Keep a fault; the first at each place counts, later ones there follow from it."""
         self.keep(ComposeError(where, found, allowed, action))
 
-    def keep(self, error: ComposeError) -> None:
+    def keep(self, error: TreeGraftError) -> None:
         """The same for an error that was raised."""
         self._found.setdefault(error.where, error)
 
@@ -74,11 +74,15 @@ class Faults:
         allowed = f"Known {noun}s: {', '.join(known) or 'none'}."
         self.add(where, f"no {noun} named {name!r}.", allowed, suggest(str(name), known))
 
+    def at(self, where: str) -> bool:
+        """Whether something is wrong at a key path or below it."""
+        return any(place == where or place.startswith((f"{where}.", f"{where}[", f"{where}:")) for place in self._found)
+
     def raise_all(self, where: str) -> None:
         """Raise what was found, if anything, as one error.
 
         Raises:
-            ComposeError: the one fault, or `where` with all of them.
+            TreeGraftError: the one fault, or a ComposeError at `where` with all of them.
         """
         faults = list(self._found.values())
         if len(faults) == 1:

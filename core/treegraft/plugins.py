@@ -48,13 +48,13 @@ def plural(kind: str) -> str:
 
 @attrs.frozen
 class Provider:
-    """Who offers a part: a distribution with its version, or a module loaded by name (no version)."""
+    """Who offers a part: a distribution and its version, or something without one, such as `module my_drafter`."""
 
     name: str
     version: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version}" if self.version else f"module {self.name}"
+        return f"{self.name} {self.version}" if self.version else self.name
 
 
 @attrs.frozen
@@ -105,7 +105,7 @@ class Plugins:
         """Load every installed plugin, treegraft's own parts first; a failure is kept and stops nothing else."""
         for entry_point in sorted(metadata.entry_points(group=hookspecs.PROJECT), key=_own_first):
             dist = entry_point.dist
-            provider = Provider(dist.name, dist.version) if dist else Provider(entry_point.module)
+            provider = Provider(dist.name, dist.version) if dist else Provider(f"module {entry_point.module}")
             try:
                 self.add(entry_point.load(), provider)
             except Exception as error:
@@ -125,7 +125,7 @@ class Plugins:
                 "Allowed: the dotted name of a module on Python's path.",
             ) from error  # fmt: skip
         if not self._manager.is_registered(module):  # an installed plugin may be named again, to no effect
-            self.add(module, Provider(name))
+            self.add(module, Provider(f"module {name}"))
 
     def add(self, plugin: object, provider: Provider) -> None:
         """Take in a plugin (a module or any object with hook implementations) and what it registers, or nothing.
@@ -133,9 +133,10 @@ class Plugins:
         Raises:
             PluginError: no hook implementation, an unknown hook, a name taken twice, a class of no known kind.
         """
+        name = getattr(plugin, "__name__", repr(plugin))
         self._require_open(f"plugin {provider.name!r}")
         if self._manager.is_registered(plugin):
-            raise PluginError(str(provider), f"{getattr(plugin, '__name__', plugin)!r} is loaded already")
+            raise PluginError(str(provider), f"{name!r} is loaded already")
         offered: dict[tuple[str, str], Registration] = {}
 
         def register(name: str, cls: type[Any]) -> None:
@@ -152,7 +153,7 @@ class Plugins:
             offered[row.kind, name] = row
 
         try:
-            self._manager.register(plugin)
+            self._manager.register(plugin, name=f"{provider.name}: {name}")
             self._manager.check_pending()
             self._call_register(plugin, provider, register)
         except Exception as error:
@@ -168,7 +169,7 @@ class Plugins:
         """Call the one plugin's `treegraft_register`, so that what it offers is known to be its own."""
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(
-                str(provider), f"{getattr(plugin, '__name__', plugin)!r} implements no hook",
+                str(provider), "no hook is implemented",
                 f"Hooks: {', '.join(_hook_names())}.", "Mark the implementation with @treegraft.hookimpl.",
             )  # fmt: skip
         others = [other for other in self._manager.get_plugins() if other is not plugin]

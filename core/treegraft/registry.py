@@ -94,7 +94,7 @@ def _read_value(text: str, value: str) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index,call-overload]
     except (YAMLError, OmegaConfBaseException) as error:
-        raise _bad_override(text, f"a value that is no YAML ({one_line(error)})") from error
+        raise _bad_override(text, f"a value that cannot be read ({one_line(error)})") from error
 
 
 def _spelled_out(override: Config) -> Config:
@@ -207,7 +207,7 @@ class Registry:
         return merged
 
     def value(self, section: str, name: str, faults: Faults) -> Any:
-        """`models` or `pipelines` `name`, interpolations resolved; one that cannot be stays as written, with a fault.
+        """`models` or `pipelines` `name`, interpolations resolved; None, with a fault, for one that cannot be.
 
         Raises:
             ComposeError: an interpolation anywhere that cannot even be parsed.
@@ -224,9 +224,10 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, where: str, faults: Fau
         node = parent[key]
     except OmegaConfBaseException as error:
         faults.add(where, one_line(error))
-        return OmegaConf.to_container(parent)[key]  # type: ignore[index]
+        return None
     if isinstance(node, DictConfig):
-        return {str(name): _resolved(node, name, f"{where}.{name}", faults) for name in node}
+        names: list[Any] = list(node)
+        return {name: _resolved(node, name, f"{where}.{name}", faults) for name in names}
     if isinstance(node, ListConfig):
         return [_resolved(node, index, f"{where}[{index}]", faults) for index in range(len(node))]
     return node
@@ -238,8 +239,11 @@ def _read_yaml(path: Path) -> Config:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        key = getattr(error, "full_key", None)
         found = f"cannot be read ({one_line(error)})"
-        raise ComposeError(where, found, "Allowed: YAML with models and pipelines.") from error
+        raise ComposeError(
+            f"{where}: {key}" if key else where, found, "Allowed: YAML with models and pipelines."
+        ) from error
     sections = content if isinstance(content, dict) else {"": content}
     for name, section in sections.items():
         if name not in SECTIONS:

@@ -57,7 +57,7 @@ def typed(schema: type[Any], written: Any, where: str, faults: Faults) -> Config
         if key == "calibration" and isinstance(value, bool):  # YAML reads a bare on or off as true or false
             value = "on" if value else "off"
         try:
-            config[key] = value
+            OmegaConf.update(config, key, value)
         except OmegaConfBaseException as error:
             faults.add(f"{where}.{key}", one_line(error))
     plain: Config = dict(OmegaConf.to_container(config))  # type: ignore[arg-type]
@@ -69,21 +69,25 @@ def typed(schema: type[Any], written: Any, where: str, faults: Faults) -> Config
     return {key: None if value == MISSING else value for key, value in plain.items()}
 
 
-def model_spec(written: Any, where: str, faults: Faults) -> ModelSpec:
-    """A ModelSpec from a path or from a mapping of its fields."""
+def model_spec(written: Any, where: str, faults: Faults) -> ModelSpec | None:
+    """A ModelSpec from a path or from a mapping of its fields; None where that has faults."""
     fields = written if isinstance(written, dict) else {"path": written}
     if isinstance(fields.get("path"), dict):  # path: ${models.other}, where the other is a mapping
         fields = fields["path"] | {key: value for key, value in fields.items() if key != "path"}
     known = attrs.fields_dict(ModelSpec)
+    sound = True
     for key, value in fields.items():
         if key not in known:
             faults.unknown(f"{where}.{key}", "field", key, known)
+            sound = False
             continue
         default = known[key].default
         wanted = bool if isinstance(default, bool) else str
         if not (isinstance(value, wanted) or (value is None and default is None)):
             allowed = "true or false" if wanted is bool else "a string, in quotes where YAML reads it as something else"
             faults.add(f"{where}.{key}", f"{value!r}", f"Allowed: {allowed}.")
+            sound = False
     if "path" not in fields:
         faults.add(where, "no path.", "Allowed: demo:NAME, a folder, a hub id, FILE.gguf or ORG/REPO:FILE.gguf.")
-    return ModelSpec(**{"path": "", **{key: value for key, value in fields.items() if key in known}})
+        sound = False
+    return ModelSpec(**fields) if sound else None

@@ -1,6 +1,7 @@
 """The command line: one small module a command, imported when it is asked for.
 
-A command is added by writing `treegraft/cli/NAME.py` with a click command of the same name, and naming it in `COMMANDS`.
+To add one, write `treegraft/cli/NAME.py` with a click command of the same name, and name it in `COMMANDS`.
+
 Text goes to stdout, statistics and errors to stderr. Exit status: 0, 1 (failure), 2 (bad use: a command line, pipeline
 or request that cannot be what was meant).
 """
@@ -44,8 +45,8 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click knows what to do
         except Exception as error:
             if ctx.meta.get("debug"):
                 traceback.print_exc()
