@@ -1,0 +1,95 @@
+"""The registry that comes with treegraft: every pipeline of it composes, and they differ in what they say they do."""
+
+import pytest
+
+from treegraft.compose import ResolvedPipeline, resolve
+from treegraft.interfaces import ModelSpec
+from treegraft.plugins import installed_plugins
+from treegraft.registry import Registry, packaged_registry
+
+PIPELINES = (
+    "plain", "all_small", "all_middle", "treegraft", "treegraft_fixed", "overwrite", "newest_only", "neural_small",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def resolved() -> dict[str, ResolvedPipeline]:
+    return {name: resolve(name, registry=packaged_registry()) for name in PIPELINES}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_the_environments_models():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TREEGRAFT_TARGET", raising=False)
+        patch.delenv("TREEGRAFT_MIDDLE", raising=False)
+        yield
+
+
+def test_every_pipeline_composes_and_is_lossless(resolved):
+    assert Registry.read(packaged_registry()).concrete() == list(PIPELINES)
+    assert all(pipeline.lossless for pipeline in resolved.values())
+
+
+def test_all_parts_come_through_the_entry_point(resolved):
+    assert not installed_plugins().failures
+    providers = {str(part.provider) for pipeline in resolved.values() for part in pipeline.parts.values()}
+    assert len(providers) == 1 and providers.pop().startswith("treegraft ")
+
+
+def test_all_but_plain_share_width_branching_steps_budget_and_costs(resolved):
+    for name in PIPELINES[1:]:
+        pipeline = resolved[name]
+        assert {(source.width, source.branching) for source in pipeline.sources.values()} == {(10, 10)}
+        assert pipeline.config["steps"] == 5
+        assert pipeline.config["budget"] == {"use": "gain_over_cost", "verify_nodes": 63}
+        assert pipeline.config["costs"] == {"use": "measured"}
+
+
+def parts(pipeline: ResolvedPipeline) -> dict[str, tuple[str, dict]]:
+    return {path: (part.use, part.arguments) for path, part in pipeline.parts.items()}
+
+
+def test_ablations_differ_from_treegraft_in_one_thing(resolved):
+    base = parts(resolved["treegraft"])
+    changes = {
+        name: {path: part for path, part in parts(resolved[name]).items() if base[path] != part}
+        for name in ("treegraft_fixed", "overwrite", "newest_only", "neural_small")
+    }
+    assert changes == {
+        "treegraft_fixed": {"scheduler": ("fixed", {"pattern": ["middle", "small", "middle", "small", "middle"]})},
+        "overwrite": {"sources.small.graft": ("overwrite", {}), "sources.middle.graft": ("overwrite", {})},
+        "newest_only": {"sources.middle.select": ("newest", {})},
+        "neural_small": {"sources.small.draft": ("hf_causal_lm", {"model": "small"})},
+    }
+
+
+def test_endpoints_are_the_standard_tree_of_one_drafter(resolved):
+    for name, source, use in (("all_small", "small", "ngram"), ("all_middle", "middle", "hf_causal_lm")):
+        pipeline = resolved[name]
+        assert list(pipeline.sources) == [source] and not pipeline.sources[source].rescore
+        assert pipeline.parts[f"sources.{source}.draft"].use == use
+        assert pipeline.parts[f"sources.{source}.select"].use == "newest"
+        assert pipeline.parts["scheduler"].arguments == {"pattern": [source]}
+    assert parts(resolved["all_small"])["sources.small.draft"] == parts(resolved["treegraft"])["sources.small.draft"]
+
+
+def test_models_default_to_the_embedded_pair_and_only_used_ones_count(resolved):
+    target, middle = ModelSpec("demo:target"), ModelSpec("demo:middle")
+    assert resolved["plain"].models == resolved["all_small"].models == {"target": target}
+    assert resolved["treegraft"].models == {"target": target, "middle": middle}
+    assert resolved["neural_small"].models == {"target": target, "middle": middle, "small": middle}
+
+
+def test_models_follow_the_environment(monkeypatch):
+    monkeypatch.setenv("TREEGRAFT_TARGET", "mine")
+    monkeypatch.setenv("TREEGRAFT_MIDDLE", "yours")
+    models = resolve("neural_small", registry=packaged_registry()).models
+    assert {name: model.path for name, model in models.items()} == {
+        "target": "mine",
+        "small": "yours",
+        "middle": "yours",
+    }
+
+
+def test_the_file_opens_with_the_command_that_runs_it():
+    assert packaged_registry().read_text().startswith('# treegraft run treegraft --prompt "def main():"\n')
