@@ -116,37 +116,43 @@ class Expansion:
         return len(self.token)
 
 
+NODE = np.dtype(
+    [
+        ("token", np.int64),
+        ("parent", np.int32),
+        ("depth", np.int32),
+        ("edge_score", np.float64),
+        ("path_score", np.float64),
+        ("visited", np.int64),
+        ("uid", np.uint64),
+        ("draft_row", np.int32),
+        ("source", np.int16),
+        ("scorer", np.int16),
+        ("step", np.int16),
+    ],
+    align=True,
+)
+"""A node's record. One array of records, because every step makes new trees: two copies instead of eleven."""
+
+
+def _nodes(value: NDArray[np.void]) -> NDArray[np.void]:
+    return _read_only(value)
+
+
 @attrs.frozen(eq=False)
 class DraftTree:
     """A tree of drafted tokens below the last committed one (N nodes, the root included).
 
+    Row 0 is the root: the last committed token, not yet in the target's cache. Parents come before children. The
+    columns below are read-only views of `nodes`.
+
     Attributes:
-        token: int64 [N]. Row 0 is the root: the last committed token, not yet in the target's cache.
-        parent: int32 [N], always an earlier row; the root's is -1.
-        depth: int32 [N], the root's is 0.
-        edge_score: float64 [N], log probability of the token given its path, by the scorer's lights (nats, <= 0).
-        path_score: float64 [N], sum of edge scores from the root: the only ranking key.
-        source: int16 [N], index of the source that proposed the node first; the root's is -1.
-        scorer: int16 [N], index of the source that scored it last; the root's is -1.
-        step: int16 [N], the drafting step that created it; the root's is -1.
-        visited: int64 [N], bit s is set when source s has expanded the node.
-        uid: uint64 [N], a hash of the path: the key for whatever a drafter caches about a node.
-        draft_row: int32 [N], row of `draft_probs` the token was sampled from; -1 for deterministic proposals.
-        draft_probs: [Q, V] or None.
+        nodes: records [N] of dtype `NODE`.
+        draft_probs: [Q, V] or None, distributions that sampled proposals were drawn from.
         num_steps: drafting steps begun so far (each `mark` begins one).
     """
 
-    token: Ints = attrs.field(converter=_int64)
-    parent: Ints = attrs.field(converter=_int32)
-    depth: Ints = attrs.field(converter=_int32)
-    edge_score: Floats = attrs.field(converter=_float64)
-    path_score: Floats = attrs.field(converter=_float64)
-    source: Ints = attrs.field(converter=_int16)
-    scorer: Ints = attrs.field(converter=_int16)
-    step: Ints = attrs.field(converter=_int16)
-    visited: Ints = attrs.field(converter=_int64)
-    uid: NDArray[np.uint64] = attrs.field(converter=_uint64)
-    draft_row: Ints = attrs.field(converter=_int32)
+    nodes: NDArray[np.void] = attrs.field(converter=_nodes)
     draft_probs: Any = None
     num_steps: int = 0
 
@@ -157,13 +163,72 @@ class DraftTree:
     @classmethod
     def rooted(cls, token: int) -> "DraftTree":
         """The tree of a fresh round: the last committed token alone."""
-        return cls(
-            token=[token], parent=[-1], depth=[0], edge_score=[0.0], path_score=[0.0], source=[-1], scorer=[-1],
-            step=[-1], visited=[0], uid=child_uid(np.zeros(1, np.uint64), np.array([token])), draft_row=[-1],
-        )  # fmt: skip
+        nodes = np.zeros(1, NODE)
+        for name in ("parent", "draft_row", "source", "scorer", "step"):
+            nodes[name] = -1
+        nodes["token"] = token
+        nodes["uid"] = child_uid(nodes["uid"], nodes["token"])
+        return cls(nodes)
+
+    # -- columns ------------------------------------------------------------------------------------------------------
+
+    @property
+    def token(self) -> Ints:
+        """int64 [N]."""
+        return self.nodes["token"]
+
+    @property
+    def parent(self) -> Ints:
+        """int32 [N], always an earlier row; the root's is -1."""
+        return self.nodes["parent"]
+
+    @property
+    def depth(self) -> Ints:
+        """int32 [N], the root's is 0."""
+        return self.nodes["depth"]
+
+    @property
+    def edge_score(self) -> Floats:
+        """float64 [N], log probability of the token given its path, by the scorer's lights (nats, <= 0); root 0."""
+        return self.nodes["edge_score"]
+
+    @property
+    def path_score(self) -> Floats:
+        """float64 [N], sum of edge scores from the root: the only ranking key."""
+        return self.nodes["path_score"]
+
+    @property
+    def visited(self) -> Ints:
+        """int64 [N], bit s is set when source s has expanded the node."""
+        return self.nodes["visited"]
+
+    @property
+    def uid(self) -> NDArray[np.uint64]:
+        """uint64 [N], a hash of the path: the key for whatever a drafter caches about a node."""
+        return self.nodes["uid"]
+
+    @property
+    def draft_row(self) -> Ints:
+        """int32 [N], row of `draft_probs` that the token was sampled from; -1 for deterministic proposals."""
+        return self.nodes["draft_row"]
+
+    @property
+    def source(self) -> Ints:
+        """int16 [N], index of the source that proposed the node first; the root's is -1."""
+        return self.nodes["source"]
+
+    @property
+    def scorer(self) -> Ints:
+        """int16 [N], index of the source that scored it last; the root's is -1."""
+        return self.nodes["scorer"]
+
+    @property
+    def step(self) -> Ints:
+        """int16 [N], the step that created it; the root's is -1."""
+        return self.nodes["step"]
 
     def __len__(self) -> int:
-        return len(self.token)
+        return len(self.nodes)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -213,44 +278,33 @@ class DraftTree:
         """
         if not len(expansion):
             return self
-        size = len(self)
+        size, anchor = len(self), expansion.anchor
         uid, depth = self._identify(expansion)
         _, first, inverse = np.unique(np.concatenate([self.uid, uid]), return_index=True, return_inverse=True)
         original = first[inverse[size:]]  # [E] the first row or proposal with the same path
         is_new = original == np.arange(size, size + len(uid))
-        row_of = original.copy()
-        row_of[is_new] = size + np.arange(int(is_new.sum()))
-        repeated = original >= size
-        row_of[repeated] = row_of[original[repeated] - size]
+        row_of = np.where(original < size, original, size - 1 + np.cumsum(is_new)[np.maximum(original - size, 0)])
 
-        anchor = expansion.anchor
-        parent = np.where(anchor >= 0, anchor, row_of[np.where(anchor < 0, ~anchor, 0)])
-        num_new = int(is_new.sum())
-        edge = np.concatenate([self.edge_score, expansion.log_prob[is_new]])
-        scorer = np.concatenate([self.scorer, np.full(num_new, source, np.int16)])
-        parents = np.concatenate([self.parent, parent[is_new]])
+        nodes = np.empty(size + int(is_new.sum()), NODE)
+        nodes[:size] = self.nodes
+        new = nodes[size:]
+        new["token"], new["edge_score"] = expansion.token[is_new], expansion.log_prob[is_new]
+        new["parent"] = (anchor if (anchor >= 0).all() else np.where(anchor >= 0, anchor, row_of[~anchor]))[is_new]
+        new["depth"], new["uid"] = depth[is_new], uid[is_new]
+        new["source"] = new["scorer"] = source
+        new["step"], new["visited"] = max(self.num_steps - 1, 0), 0
+        draft_probs = self._draft_rows(expansion, is_new, new)
 
-        merged = np.flatnonzero(original < size)
-        rows = original[merged]
-        better = np.asarray(overrules, dtype=np.bool_)[self.scorer[rows]] if len(rows) else np.zeros(0, np.bool_)
-        # Reversed, so that the first of several equal proposals is the one that counts.
-        edge[rows[better][::-1]] = expansion.log_prob[merged[better][::-1]]
-        scorer[rows[better]] = source
-
-        return attrs.evolve(
-            self,
-            token=np.concatenate([self.token, expansion.token[is_new]]),
-            parent=parents,
-            depth=np.concatenate([self.depth, depth[is_new]]),
-            edge_score=edge,
-            path_score=_path_scores(parents, edge, self.path_score[:1] if better.any() else self.path_score),
-            source=np.concatenate([self.source, np.full(num_new, source, np.int16)]),
-            scorer=scorer,
-            step=np.concatenate([self.step, np.full(num_new, max(self.num_steps - 1, 0), np.int16)]),
-            visited=np.concatenate([self.visited, np.zeros(num_new, np.int64)]),
-            uid=np.concatenate([self.uid, uid[is_new]]),
-            **self._draft_rows(expansion, is_new),
-        )
+        rescored = False
+        if len(new) < len(uid):
+            merged = np.flatnonzero(original < size)
+            better = merged[np.asarray(overrules, dtype=np.bool_)[self.scorer[original[merged]]]]
+            # Reversed, so that the first of several equal proposals is the one that counts.
+            nodes["edge_score"][original[better][::-1]] = expansion.log_prob[better][::-1]
+            nodes["scorer"][original[better]] = source
+            rescored = len(better) > 0
+        _score_paths(nodes, 1 if rescored else size)
+        return attrs.evolve(self, nodes=nodes, draft_probs=draft_probs)
 
     def keep(self, mask: Bools) -> "DraftTree":
         """The nodes where `mask` [N] is True, which must be ancestor-closed and hold the root.
@@ -264,10 +318,9 @@ class DraftTree:
                 "DraftTree.keep", f"a mask of shape {mask.shape} that is not ancestor-closed",
                 f"Allowed: bool [{len(self)}] that holds the root and the parent of every node it holds.",
             )  # fmt: skip
-        new_row = np.cumsum(mask) - 1
-        parent = self.parent[mask]
-        columns = {name: getattr(self, name)[mask] for name in _COLUMNS if name != "parent"}
-        return attrs.evolve(self, parent=np.where(parent < 0, -1, new_row[parent]), **columns)
+        nodes = self.nodes[mask]
+        nodes["parent"][1:] = (np.cumsum(mask) - 1)[nodes["parent"][1:]]
+        return attrs.evolve(self, nodes=nodes)
 
     def rescored(self, rows: Ints, log_prob: Floats, source: int, overrules: Sequence[bool] | Bools) -> "DraftTree":
         """Give `rows` [R] new edge scores `log_prob` [R]; path scores are recomputed from the root down.
@@ -278,17 +331,17 @@ class DraftTree:
         allowed = (rows > 0) & np.asarray(overrules, dtype=np.bool_)[self.scorer[rows]]
         if not allowed.any():
             return self
-        edge, scorer = self.edge_score.copy(), self.scorer.copy()
-        edge[rows[allowed]] = log_prob[allowed]
-        scorer[rows[allowed]] = source
-        path_score = _path_scores(self.parent, edge, self.path_score[:1])
-        return attrs.evolve(self, edge_score=edge, scorer=scorer, path_score=path_score)
+        nodes = self.nodes.copy()
+        nodes["edge_score"][rows[allowed]] = log_prob[allowed]
+        nodes["scorer"][rows[allowed]] = source
+        _score_paths(nodes, 1)
+        return attrs.evolve(self, nodes=nodes)
 
     def mark(self, rows: Ints, source: int) -> "DraftTree":
         """Begin a drafting step: record that `source` expands `rows` [P]."""
-        visited = self.visited.copy()
-        visited[rows] |= np.int64(1) << np.int64(source)
-        return attrs.evolve(self, visited=visited, num_steps=self.num_steps + 1)
+        nodes = self.nodes.copy()
+        nodes["visited"][rows] |= np.int64(1) << np.int64(source)
+        return attrs.evolve(self, nodes=nodes, num_steps=self.num_steps + 1)
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
@@ -313,15 +366,15 @@ class DraftTree:
             ready[due] = True
         return uid, depth
 
-    def _draft_rows(self, expansion: Expansion, is_new: Bools) -> dict[str, Any]:
-        num_new = int(is_new.sum())
+    def _draft_rows(self, expansion: Expansion, is_new: Bools, new: NDArray[np.void]) -> Any:
+        """Note in `new` which distribution each node was drawn from; returns all distributions."""
+        new["draft_row"] = -1
         if expansion.draft_probs is None:
-            return {"draft_row": np.concatenate([self.draft_row, np.full(num_new, -1, np.int32)])}
+            return self.draft_probs
         probs = np.asarray(expansion.draft_probs)[is_new]
         have = 0 if self.draft_probs is None else len(self.draft_probs)
-        stacked = probs if self.draft_probs is None else np.concatenate([self.draft_probs, probs])
-        rows = np.arange(have, have + num_new, dtype=np.int32)
-        return {"draft_row": np.concatenate([self.draft_row, rows]), "draft_probs": _read_only(stacked)}
+        new["draft_row"] = np.arange(have, have + len(new))
+        return _read_only(probs if self.draft_probs is None else np.concatenate([self.draft_probs, probs]))
 
     def check(self) -> None:
         """Verify every invariant in the class's docstring.
@@ -329,12 +382,10 @@ class DraftTree:
         Raises:
             InvariantError: naming the first that does not hold.
         """
-        columns = [getattr(self, name) for name in _COLUMNS]
         kids, up = np.arange(1, len(self)), self.parent[1:]
         # In this order: a rule may rely on those before it.
         rules: dict[str, Callable[[], bool]] = {
-            "columns of one length": lambda: len({len(column) for column in columns}) == 1,
-            "read-only columns": lambda: not any(column.flags.writeable for column in columns),
+            "read-only": lambda: not self.nodes.flags.writeable,
             "the root first, and only one": lambda: len(self) > 0 and self.parent[0] == -1 and bool((up >= 0).all()),
             "parents before children": lambda: bool((up < kids).all()),
             "depth = parent's depth + 1": lambda: (
@@ -354,19 +405,14 @@ class DraftTree:
                 raise InvariantError("DraftTree", f"a tree of {len(self)} nodes breaks a rule", f"Rule: {rule}.")
 
 
-_COLUMNS = tuple(
-    field.name for field in attrs.fields(DraftTree) if field.name not in {"draft_probs", "num_steps"}
-)  # fmt: skip
-
-
-def _path_scores(parent: Ints, edge: Floats, known: Floats) -> Floats:
-    """Path scores [N], given those of the first rows."""
-    start = len(known)
-    above = parent[start:]
-    if not len(above) or above.max() < start:  # one level of new nodes
-        return np.concatenate([known, known[above] + edge[start:]])
-    scores = known.tolist()
+def _score_paths(nodes: NDArray[np.void], start: int) -> None:
+    """Write the path scores of all nodes from row `start` on; those before it hold theirs."""
+    parent, edge = nodes["parent"][start:], nodes["edge_score"][start:]
+    if not len(parent) or parent.max() < start:  # one level of new nodes
+        nodes["path_score"][start:] = nodes["path_score"][parent] + edge
+        return
+    scores = nodes["path_score"][:start].tolist()
     # A loop over floats: the fastest order that is exact, for trees of up to a thousand nodes.
-    for up, score in zip(above.tolist(), edge[start:].tolist(), strict=True):
+    for up, score in zip(parent.tolist(), edge.tolist(), strict=True):
         scores.append(scores[up] + score)
-    return np.array(scores, dtype=np.float64)
+    nodes["path_score"] = scores
