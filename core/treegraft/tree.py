@@ -289,7 +289,7 @@ class DraftTree:
         nodes[:size] = self.nodes
         new = nodes[size:]
         new["token"], new["edge_score"] = expansion.token[is_new], expansion.log_prob[is_new]
-        new["parent"] = (anchor if (anchor >= 0).all() else np.where(anchor >= 0, anchor, row_of[~anchor]))[is_new]
+        new["parent"] = np.where(anchor >= 0, anchor, row_of[np.maximum(~anchor, 0)])[is_new]
         new["depth"], new["uid"] = depth[is_new], uid[is_new]
         new["source"] = new["scorer"] = source
         new["step"], new["visited"] = max(self.num_steps - 1, 0), 0
