@@ -372,6 +372,8 @@ def test_tokens_the_drafter_does_not_know_are_left_alone():
     assert len(play.drafter.draft(play.request([0]))) == 0
     play.graft(row_0=[2])
     assert len(play.rescore().processed) == 0 and play.forwarded == []
+    play.accept(1, 5)  # the unknown token is behind the root now, and stays there
+    assert len(play.drafter.draft(play.request([0]))) == 0 and play.forwarded == []
 
 
 def test_the_drafters_own_context_limit_ends_its_part():

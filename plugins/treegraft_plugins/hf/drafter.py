@@ -31,6 +31,7 @@ class _Round:
         logits: a row [V] for every slot.
         sees: bool [slots, slots], which slots each slot sees.
         scored: uids of the nodes this drafter has given scores.
+        num_rows: rows forwarded since the last `draft`.
     """
 
     slot_of: dict[int, int] = attrs.Factory(dict)
@@ -38,11 +39,15 @@ class _Round:
     logits: list[torch.Tensor] = attrs.Factory(list)
     sees: Bools = attrs.Factory(lambda: np.zeros((0, 0), np.bool_))
     scored: set[int] = attrs.Factory(set)
+    num_rows: int = 0
+    _found: tuple[Any, Ints] | None = None  # the last answer of `slots`: rescoring and drafting ask about the same rows
 
     def slots(self, tree: DraftTree) -> Ints:
         """int64 [N]: the slot of every row, -1 where it was not forwarded."""
-        get = self.slot_of.get
-        return np.array([get(uid, -1) for uid in tree.uid.tolist()], dtype=np.int64)
+        if self._found is None or not np.array_equal(self._found[0], tree.uid):
+            get = self.slot_of.get
+            self._found = tree.uid, np.array([get(uid, -1) for uid in tree.uid.tolist()], dtype=np.int64)
+        return self._found[1]
 
     def path(self, tokens: Ints) -> list[int]:
         """Slots of the longest forwarded prefix of `tokens`, which begin with the root."""
@@ -61,14 +66,14 @@ class _Round:
         sees[:num_old, :num_old] = self.sees
         if num_missed:
             sees[:num_missed, :num_missed] = np.tri(num_missed, dtype=np.bool_)
-        uid, token, parent, slot = tree.uid.tolist(), tree.token.tolist(), tree.parent.tolist(), slots.tolist()
-        for row in rows:
-            at, up = slot[row], -1 if row == 0 else slot[parent[row]]
-            # Below committed tokens of this round, which only a root can follow directly.
-            sees[at] = sees[up] if up >= 0 else np.arange(len(sees)) < num_missed
-            sees[at, at] = True
-            self.slot_of[uid[row]] = at
-            self.child_of[up, token[row]] = at
+        parent_slots = np.where(tree.parent[rows] < 0, -1, slots[tree.parent[rows]])
+        columns = (slots[rows], parent_slots, tree.token[rows], tree.uid[rows])
+        for slot, parent_slot, token, uid in zip(*(column.tolist() for column in columns), strict=True):
+            # Committed tokens of this round stand right before a root.
+            sees[slot] = sees[parent_slot] if parent_slot >= 0 else np.arange(len(sees)) < num_missed
+            sees[slot, slot] = True
+            self.slot_of[uid] = slot
+            self.child_of[parent_slot, token] = slot
         self.sees = sees
 
 
@@ -77,8 +82,9 @@ class HFCausalLMDrafter(Drafter):
     """Proposes the most probable next tokens of a causal LM, and scores what others proposed.
 
     A node's keys, values and logits are kept by its path, so between two commits it is forwarded once at most, whatever
-    happens to the tree. Of an accepted path the forwarded part stays in the cache; committed tokens the model has not
-    seen yet, be it a prompt or what others drafted, are forwarded with the next call's nodes.
+    happens to the tree. Of an accepted path the forwarded part stays in the cache. Committed tokens that the model has
+    not seen, accepted from others or after an idle stretch, go along with the next call's nodes. The prompt is
+    forwarded by the first call, before its nodes; neither it nor other long stretches are counted in `num_rows`.
 
     Args:
         model: what to load, or a loaded model; its weights may be shared, its cache is the drafter's own.
@@ -109,7 +115,6 @@ class HFCausalLMDrafter(Drafter):
         self.max_length = self._engine.max_length
         self._num_shared_tokens = self._engine.vocab_size
         self._round = _Round()
-        self._num_rows = 0
 
     # -- the request's course -----------------------------------------------------------------------------------------
 
@@ -126,12 +131,10 @@ class HFCausalLMDrafter(Drafter):
             path = self._round.path(observation.tokens)
             self._engine.commit(np.array([*range(num_missed), *path], dtype=np.int64))
         self._round = _Round()
-        self._num_rows = 0
 
     def stop(self) -> None:
         self._engine.reset()
         self._round = _Round()
-        self._num_rows = 0
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
@@ -142,12 +145,9 @@ class HFCausalLMDrafter(Drafter):
             order = np.lexsort((wanted, tree.depth[wanted], -tree.path_score[wanted]))
             wanted = wanted[order[: self.rescore_limit]]
         self._process(tree, wanted, slots, request.committed)
-        self.num_rows = self._num_rows
+        self.num_rows = self._round.num_rows
 
-        rows = np.flatnonzero((slots[tree.parent] >= 0) & (tree.token < self._engine.vocab_size))
-        scored, uid = self._round.scored, tree.uid.tolist()
-        rows = np.array([row for row in rows.tolist() if row and uid[row] not in scored], dtype=np.int64)
-        scored.update(tree.uid[rows].tolist())
+        rows = self._unscored(tree, slots)
         log_prob = self._edge_log_probs(slots[tree.parent[rows]], tree.token[rows])
         return Rescoring(rows, log_prob, candidates[slots[candidates] >= 0])
 
@@ -156,7 +156,7 @@ class HFCausalLMDrafter(Drafter):
         slots = self._round.slots(tree)
         positions = request.positions[tree.depth[request.positions] < request.max_depth]
         self._process(tree, positions, slots, request.committed)
-        self.num_rows, self._num_rows = self._num_rows, 0
+        self.num_rows, self._round.num_rows = self._round.num_rows, 0
 
         positions = positions[slots[positions] >= 0]
         num_tokens = min(request.vocab_size, self._num_shared_tokens)
@@ -171,6 +171,14 @@ class HFCausalLMDrafter(Drafter):
             anchor, token, log_prob = anchor[best], token[best], log_prob[best]
         self._round.scored.update(child_uid(tree.uid[anchor], token).tolist())
         return Expansion(anchor, token, log_prob)
+
+    def _unscored(self, tree: DraftTree, slots: Ints) -> Ints:
+        """int64 [R]: rows that this drafter can score without a forward and has not scored this round; now it has."""
+        rows = 1 + np.flatnonzero((slots[tree.parent[1:]] >= 0) & (tree.token[1:] < self._engine.vocab_size))
+        scored, uids = self._round.scored, tree.uid[rows].tolist()
+        new = np.array([uid not in scored for uid in uids], dtype=np.bool_)
+        scored.update(uids)
+        return rows[new]
 
     # -- forwarding ---------------------------------------------------------------------------------------------------
 
@@ -190,13 +198,15 @@ class HFCausalLMDrafter(Drafter):
             self._round.sees[self._engine.num_slots :],
         )
         self._round.logits.extend(logits)
-        self._num_rows += len(logits)
+        self._round.num_rows += len(logits)
 
     def _unprocessed(self, tree: DraftTree, wanted: Ints, slots: Ints, committed: NDArray[np.int64]) -> list[int]:
         """The rows to forward, ascending: unprocessed ones among `wanted` and their ancestors.
 
         What the model cannot take, be it for its vocabulary or its length, is left out with all below it.
         """
+        if (slots[wanted] >= 0).all():
+            return []
         vocab_size, max_length = self._engine.vocab_size, self.max_length
         takes = tree.token < vocab_size
         if max_length is not None:
@@ -242,8 +252,10 @@ class HFCausalLMDrafter(Drafter):
         """float64 [R]: log probabilities of `token` [R], each after the node in its `parent_slots` [R]."""
         if not len(token):
             return np.zeros(0)
-        parents, index = np.unique(parent_slots, return_inverse=True)
-        log_probs = self._log_probs(parents.tolist())
+        used = np.zeros(self._engine.num_slots, np.bool_)
+        used[parent_slots] = True
+        log_probs = self._log_probs(np.flatnonzero(used).tolist())
+        index = np.cumsum(used)[parent_slots] - 1
         index, token = (torch.as_tensor(column, device=log_probs.device) for column in (index, token))
         return _finite(log_probs[index, token].double().cpu().numpy())
 
