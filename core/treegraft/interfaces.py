@@ -316,7 +316,7 @@ class TargetModel(ABC):
         """Processors, criteria and EOS of a request: the caller's options and the model's own generation settings."""
         from treegraft_plugins.hf.rules import warpers  # transformers' classes, imported where a request needs them
 
-        rules: SamplingRules = warpers(options)
+        rules: SamplingRules = warpers(options, self.tokenizer)
         return rules
 
 

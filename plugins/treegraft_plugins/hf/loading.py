@@ -20,7 +20,8 @@ from treegraft_plugins.hf.probe import ATTENTION
 _DEMO_FOLDER = Path(__file__).parent / "demo_pair"
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_ALLOWED = "Allowed: a folder, a hub id, FILE.gguf, ORG/REPO:FILE.gguf, demo:target, demo:middle."
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 _loaded: "WeakValueDictionary[tuple[ModelSpec, _Place], PreTrainedModel]" = WeakValueDictionary()
 
@@ -48,6 +49,10 @@ def load_causal_lm(model: ModelSpec | PreTrainedModel) -> tuple[PreTrainedModel,
     """
     if isinstance(model, PreTrainedModel):
         return model, None
+    if not isinstance(model, ModelSpec):
+        raise ModelError(
+            "model", f"a {type(model).__name__}", "Allowed: what a registry file names, or a loaded model."
+        )
     place = _place(model.path)
     key = (model, place)
     loaded = _loaded.get(key)
@@ -67,25 +72,21 @@ def _place(path: str) -> _Place:
         repository, colon, file = path.partition(":")
         if colon and _HUB_ID.fullmatch(repository):
             return _Place(repository, file)
-        raise ModelError(_where(path), "no such file", _near_miss(local), "Give FILE.gguf or ORG/REPO:FILE.gguf.")
+        raise ModelError(_where(path), "no such file", _ALLOWED, _near_miss(local))
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelError(_where(path), "a folder without config.json", "Allowed: what save_pretrained() writes.")
         return _Place(str(local.resolve()))
     if not _HUB_ID.fullmatch(path) or local.exists():
-        raise ModelError(
-            _where(path), "no such folder", _near_miss(local), "Give a folder, a hub id, a GGUF file or demo:target."
-        )
+        raise ModelError(_where(path), "no such folder", _ALLOWED, _near_miss(local))
     return _Place(path)
 
 
 def _demo(path: str) -> _Place:
-    name = path.removeprefix("demo:")
-    known = sorted(folder.name for folder in _DEMO_FOLDER.iterdir() if folder.is_dir())
-    if name not in known:
-        allowed = ", ".join(f"demo:{other}" for other in known)
-        raise ModelError(_where(path), "no such embedded model", f"Known: {allowed}.", suggest(name, known))
-    return _Place(str(_DEMO_FOLDER / name))
+    known = {f"demo:{folder.name}": folder for folder in sorted(_DEMO_FOLDER.iterdir()) if folder.is_dir()}
+    if path not in known:
+        raise ModelError(_where(path), "no such embedded model", f"Known: {', '.join(known)}.", suggest(path, known))
+    return _Place(str(known[path]))
 
 
 def _where(path: str) -> str:
@@ -94,7 +95,8 @@ def _where(path: str) -> str:
 
 def _near_miss(path: Path) -> str | None:
     """What in the same folder resembles it, or None."""
-    return suggest(path.name, (entry.name for entry in path.parent.iterdir())) if path.parent.is_dir() else None
+    entries = path.parent.iterdir() if path.parent.is_dir() and not path.exists() else ()
+    return suggest(str(path), (str(entry) for entry in entries))
 
 
 def _load_model(spec: ModelSpec, place: _Place) -> PreTrainedModel:
@@ -124,20 +126,25 @@ def _load_tokenizer(spec: ModelSpec, place: _Place) -> Any:
 
 
 def _hub_options(spec: ModelSpec) -> dict[str, Any]:
-    return {"revision": spec.revision or "main", "trust_remote_code": spec.trust_remote_code}
+    revision = {} if spec.revision is None else {"revision": spec.revision}
+    return {"trust_remote_code": spec.trust_remote_code, **revision}
 
 
 def _device(spec: ModelSpec) -> torch.device:
     """The device asked for; with "auto", an accelerator where there is one."""
     if spec.device_map is not None and spec.device != "auto":
         raise ModelError(_where(spec.path), f"device {spec.device!r} beside device_map", "Allowed: one of the two.")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if spec.device == "auto":
-        on_cpu = spec.device_map == "cpu" or not torch.accelerator.is_available()
-        return torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
+        return accelerator if accelerator is not None and spec.device_map != "cpu" else torch.device("cpu")
+    present = ["cpu", *([accelerator.type] if accelerator is not None else [])]
     try:
-        return torch.device(spec.device)
-    except RuntimeError as error:
-        raise ModelError(_where(spec.path), f"no device {spec.device!r}", "Allowed: cpu, cuda, cuda:0, mps.") from error
+        device = torch.device(spec.device)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in present:
+        raise ModelError(_where(spec.path), f"no device {spec.device!r} here", f"Present: {', '.join(present)}.")
+    return device
 
 
 def _dtype(spec: ModelSpec, device: torch.device) -> torch.dtype | str:
@@ -165,13 +172,12 @@ def _wrapped(spec: ModelSpec) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         found = str(error).strip().split("\n")[0] or type(error).__name__
-        allowed = "A folder, a hub id, FILE.gguf, ORG/REPO:FILE.gguf, demo:target or demo:middle."
-        raise ModelError(_where(spec.path), found, allowed) from error
+        raise ModelError(_where(spec.path), found, _ALLOWED, _near_miss(Path(spec.path))) from error
 
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """transformers' progress bars switched off: stderr belongs to the caller."""
+    """transformers' progress bars switched off: stderr belongs to the caller (the one of GGUF files has no switch)."""
     if not logging.is_progress_bar_enabled():
         yield
         return

@@ -92,7 +92,7 @@ def generation_rules(
         raise RequestError(f"{type(model).__name__}.generation_config", str(error).strip().split("\n")[0]) from error
     mode = built["generation_config"].get_generation_mode()
     if mode not in ("greedy_search", "sample"):
-        raise RequestError("generation_config", f"it asks for {mode}", "Allowed: greedy search or sampling.")
+        raise RequestError("generation_config", f"it asks for {mode.value}", "Allowed: greedy search or sampling.")
     return _split(built, greedy, [*(model.generation_config.stop_strings or ()), *options.stop], tokenizer)
 
 
