@@ -114,7 +114,7 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
         if name is None:
             break
         source, begin = state.sources.get(name), laps.now
-        step = _idle_step(name, state.tree)  # a step that adds nothing still counts as one
+        step = None
         if source is not None and len(candidates := _candidates(source, state)):
             try:
                 step = _draft_step(source, candidates, parts, request, state, laps)
@@ -124,6 +124,7 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
                 state = attrs.evolve(state, sources=request.sources)
         elif not any(len(_candidates(other, state)) for other in state.sources.values()):
             break
+        step = step or _idle_step(name, state.tree)  # a step that adds nothing still counts as one
         state = attrs.evolve(state, tree=step.tree, steps=(*state.steps, step))
         laps.lap("build")
         if len(step.positions):
@@ -167,7 +168,7 @@ def _draft_step(
     _check_expansion(expansion, question, source)
     expansion = attrs.evolve(expansion, log_prob=acceptance.calibrated(source.index, expansion.log_prob))
     grown = source.graft_policy.graft(tree, expansion, source)
-    _require(int(grown.depth.max()) <= question.max_depth, source, f"D5 no proposal below depth {question.max_depth}")
+    _require(int(grown.depth.max()) <= question.max_depth, source, "D5 no proposal below max_depth")
     return StepRecord(source.name, state.tree, grown, question.positions, expansion, rescored, num_rows, own_ms)
 
 
@@ -209,29 +210,30 @@ def _candidates(source: Source, state: RoundState) -> Ints:
 
 def _check_expansion(expansion: Any, request: DraftRequest, source: Source) -> None:
     """Refuse an expansion that breaks a rule, before it can reach the tree."""
-    _require(isinstance(expansion, Expansion), source, f"an Expansion (found {type(expansion).__name__})")
+    _require(isinstance(expansion, Expansion), source, "draft returns an Expansion")
     anchor, token, log_prob = expansion.anchor, expansion.token, expansion.log_prob
-    count = np.arange(len(anchor))
-    _require(len(anchor) == len(token) == len(log_prob), source, "anchor, token and log_prob of one length")
-    if not len(anchor):
+    size = len(anchor)
+    _require(size == len(token) == len(log_prob), source, "anchor, token and log_prob of one length")
+    if not size:
         return
-    allowed = np.zeros(len(request.tree), dtype=np.bool_)
-    allowed[request.positions] = True
-    on_tree = anchor >= 0
-    attached = bool((anchor < len(allowed)).all()) and bool(allowed[anchor[on_tree]].all())
-    _require(
-        attached and bool((~anchor < count)[~on_tree].all()), source, "D1 anchors: requested rows, earlier proposals"
-    )
-    _require(token.min() >= 0 and token.max() < request.vocab_size, source, f"D2 tokens in [0, {request.vocab_size})")
-    _require(bool(np.isfinite(log_prob).all()) and log_prob.max() <= 0, source, "D4 log_prob finite and <= 0")
-    siblings = int(np.bincount(anchor + len(anchor)).max())
-    _require(
-        len(anchor) <= request.max_nodes and siblings <= request.branching, source,
-        f"D5 at most {request.max_nodes} proposals, {request.branching} a node (found {len(anchor)}, {siblings})",
-    )  # fmt: skip
+    # Anchors as places in [proposals reversed ; tree rows], so that one look-up serves both kinds.
+    allowed = np.zeros(size + len(request.tree), dtype=np.bool_)
+    allowed[size + request.positions] = True
+    place = anchor + size
+    known = place.min() >= 0 and place.max() < len(allowed)
+    later = anchor[anchor < 0] if known else anchor[:0]
+    if len(later):
+        known = bool((~later < np.flatnonzero(anchor < 0)).all())
+        allowed[:size] = True
+    _require(known and bool(allowed[place].all()), source, "D1 anchors: requested rows, earlier proposals")
+    _require(token.min() >= 0 and token.max() < request.vocab_size, source, "D2 tokens in [0, vocab_size)")
+    # Not a number fails either comparison.
+    _require(log_prob.max() <= 0 and log_prob.min() > -np.inf, source, "D4 log_prob finite and <= 0")
+    _require(size <= request.max_nodes, source, "D5 at most max_nodes proposals")
+    _require(np.bincount(place).max() <= request.branching, source, "D5 at most `branching` proposals a node")
 
 
-def _require(holds: bool, source: Source, rule: str) -> None:
+def _require(holds: bool | np.bool_, source: Source, rule: str) -> None:
     if not holds:
         raise InvariantError(f"sources.{source.name}", "its drafter broke a rule", f"Rule: {rule}.")
 
@@ -273,12 +275,13 @@ def _learn(state: RoundState, pruned: DraftTree, tokens: tuple[int, ...], laps: 
     target_ms = costs.target_ms(np.arange(1, state.limits.verify_nodes + 2), state.position)
     modelled_ms = float(target_ms[len(pruned) - 1])
     rate = acceptance.emitted_per_ms
-    worth = best_budget(np.zeros(1), rate, target_ms)[1]
+    worth = -rate * float(target_ms[0])  # of the root alone
     for number, step in enumerate(state.steps):
-        modelled_ms += float(costs.source_ms(step.source, step.num_rows)) if len(step.positions) else 0.0
+        if not len(step.positions):
+            continue
+        modelled_ms += float(costs.source_ms(step.source, step.num_rows))
         before, worth = worth, best_budget(step.tree.path_score, rate, target_ms)[1]
-        if len(step.positions):
-            acceptance.learn_step(step.source, number, worth - before, step.num_rows)
+        acceptance.learn_step(step.source, number, worth - before, step.num_rows)
     _learn_edges(state, tokens)
     acceptance.learn_round(len(tokens), len(pruned) - 1, modelled_ms)
     laps.lap("learn")
@@ -287,21 +290,19 @@ def _learn(state: RoundState, pruned: DraftTree, tokens: tuple[int, ...], laps: 
 def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
     """Label the children of every node on the emitted path: did the target choose them?"""
     tree, acceptance = state.tree, state.statistics.acceptance
-    row: int | None = 0
-    rows: list[Ints] = []
-    labels: list[Any] = []
-    for token in tokens:
-        children = np.flatnonzero(tree.parent == row)
-        if not len(children):
-            break
-        chosen = tree.token[children] == token
-        rows.append(children)
-        labels.append(chosen)
-        if not chosen.any():
-            break
-        row = int(children[chosen][0])
-    if rows:
-        all_rows, all_labels = np.concatenate(rows), np.concatenate(labels)
-        for scorer in np.unique(tree.scorer[all_rows]).tolist():
-            own = tree.scorer[all_rows] == scorer
-            acceptance.learn_edges(scorer, tree.edge_score[all_rows[own]], all_labels[own].tolist())
+    parent, drafted = tree.parent.tolist(), tree.token.tolist()
+    next_token = {0: tokens[0]}  # by row on the emitted path
+    rows: list[int] = []
+    labels: list[bool] = []
+    # Children come after their parents, so that one pass follows the path.
+    for row in range(1, len(parent)):
+        if parent[row] in next_token:
+            chosen = drafted[row] == next_token[parent[row]]
+            rows.append(row)
+            labels.append(chosen)
+            if chosen and tree.depth[row] < len(tokens):
+                next_token[row] = tokens[tree.depth[row]]
+    scorers, edges, accepted = tree.scorer[rows], tree.edge_score[rows], np.array(labels, dtype=np.bool_)
+    for scorer in set(scorers.tolist()):
+        own = scorers == scorer
+        acceptance.learn_edges(scorer, edges[own], accepted[own])

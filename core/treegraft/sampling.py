@@ -106,11 +106,8 @@ class Scores:
 
 def top_tokens(logits: torch.Tensor, num_top: int) -> tuple[Ints, Floats]:
     """The best K tokens of each row of `logits` [T, V]: ids int64 [T, K], log probabilities float64 [T, K] (nats)."""
-    logits = logits.float()
-    values, ids = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
-    log_probs = values - logits.logsumexp(-1, keepdim=True)
-    # float32 rounding may leave a certain token a hair above zero.
-    return ids.cpu().numpy(), log_probs.double().clamp(max=0.0).cpu().numpy()
+    log_probs, ids = logits.float().log_softmax(-1).topk(min(num_top, logits.shape[-1]), dim=-1)
+    return ids.cpu().numpy(), log_probs.double().cpu().numpy()
 
 
 @attrs.frozen

@@ -5,7 +5,6 @@ not hold for the next.
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -140,7 +139,8 @@ class Calibration:
 
     def __init__(self, window: int = 384, prior: float = 2.0):
         self.slope, self.intercept, self._prior = 1.0, 0.0, prior
-        self._seen: deque[tuple[float, bool]] = deque(maxlen=window)
+        self._logits, self._accepted = np.zeros(window), np.zeros(window)
+        self._num_seen = 0
 
     def edge(self, log_prob: Floats) -> Floats:
         """Calibrated edge scores (nats, <= 0) of raw log probabilities."""
@@ -151,11 +151,13 @@ class Calibration:
         raw: Floats = (logit(edge, clip=1e-12) - self.intercept) / self.slope
         return raw
 
-    def learn(self, logits: Floats, accepted: Sequence[bool]) -> None:
+    def learn(self, logits: Floats, accepted: ArrayLike) -> None:
         """Take in labelled proposals: raw logits [E], and whether the target chose each."""
-        self._seen.extend(zip(logits.tolist(), accepted, strict=True))
-        pairs = np.array(self._seen, dtype=np.float64)
-        x, y = pairs[:, 0], pairs[:, 1]
+        window = len(self._logits)
+        places = np.arange(self._num_seen, self._num_seen + len(logits)) % window
+        self._logits[places], self._accepted[places] = logits, accepted
+        self._num_seen += len(logits)
+        x, y = self._logits[: self._num_seen], self._accepted[: self._num_seen]
         predicted = 1.0 / (1.0 + np.exp(-(self.slope * x + self.intercept)))
         error, curvature = predicted - y, predicted * (1.0 - predicted)
         gradient_slope = float(error @ x) + self._prior * (self.slope - 1.0)
@@ -224,7 +226,7 @@ class AcceptanceStats:
         """Edge scores [E] of a source's raw log probabilities [E] (nats, <= 0)."""
         return self.calibrations[source].edge(log_prob) if self.calibrate else log_prob
 
-    def learn_edges(self, source: int, edge_score: Floats, accepted: Sequence[bool]) -> None:
+    def learn_edges(self, source: int, edge_score: Floats, accepted: ArrayLike) -> None:
         """Labels from a finished round: edge scores [E] that `source` gave this round, and the target's choices."""
         if self.calibrate and len(edge_score):
             calibration = self.calibrations[source]

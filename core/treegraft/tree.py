@@ -23,19 +23,23 @@ Bools = NDArray[np.bool_]
 # Read at call time, so that a test or a debugging session can switch the checks on without reimporting.
 DEBUG_VARIABLE = "TREEGRAFT_DEBUG"
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFTS = tuple(np.uint64(bits) for bits in (30, 27, 31))
+_MASK = 2**64 - 1
 
 
-def child_uid(parent_uid: NDArray[np.uint64], token: Ints) -> NDArray[np.uint64]:
-    """Hash of (parent's uid, token), elementwise: equal paths have equal uids (the finalizer of splitmix64)."""
-    with np.errstate(over="ignore"):
-        x = parent_uid + (token.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-        x = (x ^ (x >> _SHIFTS[0])) * _MIX_1
-        x = (x ^ (x >> _SHIFTS[1])) * _MIX_2
-        uid: NDArray[np.uint64] = x ^ (x >> _SHIFTS[2])
-        return uid
+def child_uid(parent_uid: Any, token: Any) -> Any:
+    """Hash of (parent's uid, token): equal paths have equal uids (the finalizer of splitmix64).
+
+    Args:
+        parent_uid: uint64 array or int.
+        token: an array of the same shape, or an int.
+    """
+    if isinstance(token, np.ndarray):
+        token = token.astype(np.uint64)
+    # Python's constants serve both: arrays wrap by themselves, ints by the mask.
+    x = (parent_uid + (token + 1) * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
@@ -167,7 +171,7 @@ class DraftTree:
         for name in ("parent", "draft_row", "source", "scorer", "step"):
             nodes[name] = -1
         nodes["token"] = token
-        nodes["uid"] = child_uid(nodes["uid"], nodes["token"])
+        nodes["uid"] = child_uid(0, token)
         return cls(nodes)
 
     # -- columns ------------------------------------------------------------------------------------------------------
@@ -280,8 +284,7 @@ class DraftTree:
             return self
         size, anchor = len(self), expansion.anchor
         uid, depth = self._identify(expansion)
-        _, first, inverse = np.unique(np.concatenate([self.uid, uid]), return_index=True, return_inverse=True)
-        original = first[inverse[size:]]  # [E] the first row or proposal with the same path
+        original = self._originals(anchor, uid)
         is_new = original == np.arange(size, size + len(uid))
         row_of = np.where(original < size, original, size - 1 + np.cumsum(is_new)[np.maximum(original - size, 0)])
 
@@ -353,18 +356,22 @@ class DraftTree:
                 "Expansion.anchor", f"{anchor.tolist()} for a tree of {len(self)} nodes",
                 "Allowed: a row of the tree, or ~i for the earlier proposal i.",
             )  # fmt: skip
-        ready = anchor >= 0
-        at = np.where(ready, anchor, 0)
+        at = np.maximum(anchor, 0)
         uid = child_uid(self.uid[at], token)
         depth = self.depth[at] + 1
-        while not ready.all():
-            # One pass a level: proposals whose anchor is known by now.
-            due = np.flatnonzero(~ready)
-            due = due[ready[~anchor[due]]]
-            uid[due] = child_uid(uid[~anchor[due]], token[due])
-            depth[due] = depth[~anchor[due]] + 1
-            ready[due] = True
+        for proposal in np.flatnonzero(anchor < 0).tolist():  # chains and subtrees, a link at a time
+            above = ~int(anchor[proposal])
+            uid[proposal] = child_uid(int(uid[above]), int(token[proposal]))
+            depth[proposal] = depth[above] + 1
         return uid, depth
+
+    def _originals(self, anchor: Ints, uid: NDArray[np.uint64]) -> Ints:
+        """[E] the first row, or `N +` the first proposal, with the same path as each proposal."""
+        size = len(self)
+        if not self.leaves()[anchor[anchor >= 0]].all() or len(set(uid.tolist())) < len(uid):
+            _, first, inverse = np.unique(np.concatenate([self.uid, uid]), return_index=True, return_inverse=True)
+            return first[inverse[size:]]
+        return np.arange(size, size + len(uid))  # below leaves nothing can repeat: the usual case, at half the time
 
     def _draft_rows(self, expansion: Expansion, is_new: Bools, new: NDArray[np.void]) -> Any:
         """Note in `new` which distribution each node was drawn from; returns all distributions."""

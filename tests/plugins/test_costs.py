@@ -1,0 +1,93 @@
+"""Cost models: a fixed table says what it was given, a file the same, a measured one what the clock said."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+import treegraft
+from treegraft.testing import MarkovTarget, TableDrafter, markov_table
+from treegraft_plugins import costs as costs_module
+from treegraft_plugins.costs import FileCosts, FixedCosts, MeasuredCosts
+
+TABLE = {"target": {"1": 10.0, "64": 40.0}, "sources": {"small": 0.5}, "context_ms": 2.0}
+
+
+def test_fixed_without_a_table_takes_a_millisecond_at_any_size_and_nothing_for_sources():
+    costs = FixedCosts()
+    assert costs.target_ms([1, 64], 9000).tolist() == [1.0, 1.0]
+    assert costs.source_ms("any", 10) == 0.0
+
+
+def test_a_table_and_the_same_table_in_a_file_agree(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(TABLE))
+    fixed, read = FixedCosts(**TABLE), FileCosts(str(path))
+    assert fixed.table() == read.table()
+    for costs in (fixed, read):
+        assert costs.target_ms([1, 64], 2048).tolist() == [14.0, 44.0]
+        assert costs.source_ms("small", 7) == 0.5
+
+
+def test_a_table_survives_its_round_trip():
+    assert FixedCosts(**FixedCosts(**TABLE).table()).table() == FixedCosts(**TABLE).table()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"target": {"1": -3}}', '{"targets": 1}'])
+def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "costs.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"costs\.json: no cost table"):
+        FileCosts(str(path))
+
+
+def load(*overrides):
+    table = markov_table(8, seed=1)
+    models = {"target": MarkovTarget(table), "middle": TableDrafter(table)}
+    return treegraft.load("treegraft", *overrides, models=models)
+
+
+def test_costs_for_a_source_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match="lange"):
+        load("costs={use: fixed, sources: {lange: 3.0}}")
+
+
+def test_measured_costs_are_positive_and_reported_with_the_generation():
+    pipeline = load("costs={use: measured, cache: false}")
+    costs = pipeline.generate([1, 2], 4).costs
+    assert set(costs["sources"]) == {"small", "middle"}
+    assert all(ms > 0 for ms in costs["target"].values())
+    FixedCosts(**costs)  # so that the run can be repeated with it
+
+
+def test_measurements_are_kept_on_disk_where_the_models_have_an_identity(tmp_path, monkeypatch):
+    monkeypatch.setenv("TREEGRAFT_CACHE", str(tmp_path))
+    table = markov_table(8, seed=1)
+
+    def bind(identity: str) -> MeasuredCosts:
+        target = MarkovTarget(table)
+        object.__setattr__(target, "identity", identity)
+        measured = MeasuredCosts()
+        measured.bind(target, [])
+        return measured
+
+    first = bind("toy on a desk")
+    monkeypatch.setattr(costs_module, "_measure_target", lambda target: pytest.fail("measured again"))
+    assert bind("toy on a desk").table() == first.table()
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    with pytest.raises(pytest.fail.Exception):
+        bind("toy on another desk")
+    with pytest.raises(pytest.fail.Exception):
+        bind("")
+
+
+def test_an_unwritable_cache_costs_nothing_but_the_measurement(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TREEGRAFT_CACHE", os.fspath(tmp_path / "file"))
+    target = MarkovTarget(markov_table(8, seed=1))
+    object.__setattr__(target, "identity", "toy")
+    costs = MeasuredCosts()
+    costs.bind(target, [])
+    costs.save()
+    assert np.isfinite(costs.target_ms([1, 64], 0)).all()
