@@ -7,14 +7,30 @@ import attrs
 import numpy as np
 
 from treegraft.interfaces import Drafter, DraftRequest, Observation, Wants
-from treegraft.tree import Expansion
+from treegraft.tree import Expansion, Floats, Ints
 from treegraft_plugins.drafters.ngram_index import NGramIndex, TopTokens
 from treegraft_plugins.options import number, one_of, switch, whole
 
 # The part of a match's weight that goes to the token which followed it; the rest goes to the target's distribution.
 _COPIED = {"mix": 0.5, "copy": 1.0, "top_tokens": 0.0}
-Proposal = tuple[int, int, float]  # anchor as an `Expansion` has it, token, probability
 _BETWEEN_REQUESTS = -1  # no token: nothing matches across it, and nothing is copied beyond it
+
+
+@attrs.frozen
+class _Node:
+    """A node to draft below, and where its last tokens occurred before.
+
+    Attributes:
+        row: its row in the tree.
+        path: tokens from the root to the node.
+        found: where its last 1, 2, ... tokens occurred last.
+        weights: by position, how much the match that ends there counts.
+    """
+
+    row: int
+    path: list[int]
+    found: list[int]
+    weights: dict[int, float]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -36,7 +52,7 @@ class NGramDrafter(Drafter):
         chain_factor: a match of length l is copied for up to floor(chain_factor * l) tokens beyond the first; 0 for
             one token a step.
         chain_max: most tokens beyond the first, whatever the length.
-        fallback: where matches leave room below a node, add the tokens that the target last expected after its token.
+        fallback: back off to the last token alone; without, only two or more tokens make a match.
         shared: draft from the text of earlier requests too, which is kept and grows without limit.
 
     Source: TreeGraft (n-gram drafter); Token Recycling (fallback); prompt lookup decoding (chains).
@@ -55,7 +71,9 @@ class NGramDrafter(Drafter):
     _top: TopTokens = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.wants = Wants(num_top=self.num_top if self.fallback or self.mode != "copy" else 0)
+        if self.max_n == 1 and not self.fallback:
+            raise ValueError("max_n: got 1 with fallback off, which matches nothing; allowed: an int >= 2 with it off.")
+        self.wants = Wants(num_top=self.num_top if self.mode != "copy" else 0)
         self._forget()
 
     def start(self, observation: Observation) -> None:
@@ -75,85 +93,52 @@ class NGramDrafter(Drafter):
             self._forget()
 
     def draft(self, request: DraftRequest) -> Expansion:
+        nodes = self._lookups(request)
+        if not nodes:
+            return Expansion.empty({"match_length": 0.0, "match_confidence": 0.0})
+        rows = np.array([node.row for node in nodes])
+        which, token, prob = self._followers(nodes, request.branching)
+        anchor = rows[which]
+        longest = max(nodes, key=lambda node: (len(node.found), len(node.path)))
+        signals = {"match_length": float(len(longest.found)), "match_confidence": float(prob.max(initial=0.0))}
+
+        copied, copied_prob = self._copied(longest, request.max_depth)
+        head = np.flatnonzero((anchor == longest.row) & (token == copied[0])) if len(copied) > 1 else ()
+        if len(head):
+            # The rest of the copy hangs below the proposal that begins it, one token below the other.
+            above = np.concatenate([head, np.arange(len(token), len(token) + len(copied) - 2)])
+            anchor, token = np.concatenate([anchor, ~above]), np.concatenate([token, copied[1:]])
+            prob = np.concatenate([prob, copied_prob[1:]])
+        expansion = Expansion(anchor, token, np.log(prob), signals=signals)
+        return expansion if len(expansion) <= request.max_nodes else _best_paths(expansion, request)
+
+    def _lookups(self, request: DraftRequest) -> list[_Node]:
+        """The requested nodes whose last tokens occurred before."""
         parent, token = request.tree.parent.tolist(), request.tree.token.tolist()
         before_root = request.committed[-self.max_n : -1].tolist()
-        proposals: list[Proposal] = []
-        longest: _Match | None = None
+        nodes = []
         for row in request.positions.tolist():
-            path = _path(row, parent, token)
-            if len(path) > request.max_depth:
-                continue
+            path, above = [], row
+            while above >= 0:
+                path.append(token[above])
+                above = parent[above]
+            path.reverse()
             found = self._index.last_occurrences((before_root + path)[-self.max_n :])
-            followers = self._followers(found, path, request.branching)
-            if followers and (longest is None or (len(found), len(path)) > (longest.length, len(longest.path))):
-                longest = _Match(row, path, len(found), found[-1])
-            proposals += [(row, follower, prob) for follower, prob in followers]
-        if longest is None:
-            return Expansion.empty({"match_length": 0.0, "match_confidence": 0.0})
-        confidence = max(prob for _, _, prob in proposals)
-        proposals += self._chain(longest, proposals, request.max_depth)
-        return _expansion(proposals, request, {"match_length": longest.length, "match_confidence": confidence})
+            if len(found) >= self._shortest and len(path) <= request.max_depth:
+                nodes.append(_Node(row, path, found, self._matches(found)))
+        return nodes
 
-    def _chain(self, match: "_Match", proposals: list[Proposal], max_depth: int) -> list[Proposal]:
-        """What followed the match, copied further below the proposal that it made."""
-        further = min(math.floor(self.chain_factor * match.length), self.chain_max, max_depth - len(match.path))
-        copied = self._copied(match, further + 1) if further > 0 else []
-        first = copied[0][0] if copied else None
-        heads = [index for index, proposal in enumerate(proposals) if proposal[:2] == (match.row, first)]
-        if not heads:
-            return []
-        anchors = [heads[0], *range(len(proposals), len(proposals) + len(copied) - 2)]
-        return [(~anchor, token, prob) for anchor, (token, prob) in zip(anchors, copied[1:], strict=True)]
-
-    def _copied(self, match: "_Match", length: int) -> list[tuple[int, float]]:
-        """At most `length` tokens that followed the match, with their probabilities by that match alone."""
-        text, share, cached = self._index.tokens, _COPIED[self.mode], 0.0
-        after_text = list(match.path)  # the root, the path, and then the copy itself
-        copied = []
-        for source in range(match.position, match.position + length):
-            ahead = source + 1 - len(text)
-            token = text[ahead] if ahead < 0 else after_text[ahead]
-            if share < 1 and source < len(text):  # beyond, the last known probability has to do
-                cached = dict(self._top.after(source)).get(token, 0.0)
-            prob = share + (1 - share) * cached
-            if token == _BETWEEN_REQUESTS or prob <= 0:
-                break
-            after_text.append(token)
-            copied.append((token, min(prob, 1.0)))
-        return copied
-
-    def _followers(self, found: list[int], path: list[int], limit: int) -> list[tuple[int, float]]:
-        """The most probable tokens after a node and their probabilities, best first.
-
-        Args:
-            found: where the last 1, 2, ... tokens of the path occurred last.
-            path: tokens from the root to the node.
-            limit: most tokens.
-        """
-        text, share = self._index.tokens, _COPIED[self.mode]
-        mass: dict[int, float] = {}
-        for position, weight in self._matches(found).items():
-            # What follows the last position that the target has seen is the root.
-            follower = text[position + 1] if position + 1 < len(text) else path[0]
-            if share and follower != _BETWEEN_REQUESTS:
-                mass[follower] = mass.get(follower, 0.0) + weight * share
-            if share < 1:
-                weight *= 1 - share
-                for follower, prob in self._top.after(position):
-                    mass[follower] = mass.get(follower, 0.0) + weight * prob
-        if self.fallback and found and len(mass) < limit:
-            for follower, prob in self._top.after(found[0]):
-                if follower not in mass:
-                    mass[follower] = prob * 2.0**-self.max_n
-        best = sorted(mass, key=mass.__getitem__, reverse=True)[:limit]
-        return [(follower, min(mass[follower], 1.0)) for follower in best if mass[follower] > 0]
+    @property
+    def _shortest(self) -> int:
+        """The length of the shortest match that counts."""
+        return 1 if self.fallback else 2
 
     def _matches(self, found: list[int]) -> dict[int, float]:
-        """The weight of every position at which one of the best matches ends, normalised; the best match first."""
+        """By position, the weights of the best matches, normalised."""
         max_n, earlier = self.max_n, self._index.earlier
         weights: dict[int, float] = {}
         total, room = 0.0, self.max_matches
-        for n in range(len(found), 0, -1):
+        for n in range(len(found), self._shortest - 1, -1):
             position, of_length, rank = found[n - 1], 2.0 ** (n - max_n), 1
             while position >= 0 and room:
                 weights[position] = weights.get(position, 0.0) + of_length / rank
@@ -162,48 +147,80 @@ class NGramDrafter(Drafter):
                 position = earlier[position * max_n + n - 1]
         return {position: weight / total for position, weight in weights.items()}
 
+    def _followers(self, nodes: list[_Node], limit: int) -> tuple[Ints, Ints, Floats]:
+        """The most probable tokens after each node: its index in `nodes`, token and probability [E], best first."""
+        text, share = self._index.tokens, _COPIED[self.mode]
+        matches = [(index, node, position) for index, node in enumerate(nodes) for position in node.weights]
+        weight = np.array([weight for node in nodes for weight in node.weights.values()])[:, None]
+        ids, probs = self._top.after([position for _, _, position in matches])
+        # What follows the last position that the target has seen is the root.
+        after = [text[at + 1] if at + 1 < len(text) else node.path[0] for _, node, at in matches]
+        copied = np.array(after, np.int64)[:, None]
+        return _best_of_each(
+            node=np.array([index for index, _, _ in matches]),
+            token=np.concatenate([np.maximum(copied, 0), ids], axis=1),
+            mass=weight * np.concatenate([share * (copied != _BETWEEN_REQUESTS), (1 - share) * probs], axis=1),
+            limit=limit,
+        )
+
+    def _copied(self, node: _Node, max_depth: int) -> tuple[Ints, Floats]:
+        """The tokens that followed a node's longest match, and their probabilities by that match alone [L]."""
+        text, share, begin = self._index.tokens, _COPIED[self.mode], node.found[-1]
+        beyond = min(math.floor(self.chain_factor * len(node.found)), self.chain_max, max_depth - len(node.path))
+        after_text = list(node.path)  # the root, the path, and then the copy itself
+        copied: list[int] = []
+        for at in range(begin + 1, begin + 2 + beyond):
+            token = text[at] if at < len(text) else after_text[at - len(text)]
+            if token == _BETWEEN_REQUESTS:
+                break
+            after_text.append(token)
+            copied.append(token)
+        tokens = np.array(copied, np.int64)
+        ids, probs = self._top.after(range(begin, min(begin + len(copied), len(text))))
+        expected = np.where(ids == tokens[: len(ids), None], probs, 0.0).sum(axis=1)
+        # Where the copy has overtaken the text, the last probability known has to do.
+        prob = share + (1 - share) * expected[np.minimum(np.arange(len(tokens)), len(expected) - 1)]
+        end = np.cumprod(prob > 0).sum()
+        return tokens[:end], np.minimum(prob[:end], 1.0)
+
     def _forget(self) -> None:
         self._index = NGramIndex(self.max_n)
         self._top = TopTokens(self.num_top)
 
 
-def _path(row: int, parent: list[int], token: list[int]) -> list[int]:
-    """Tokens from the root down to `row`."""
-    path = []
-    while row >= 0:
-        path.append(token[row])
-        row = parent[row]
-    return path[::-1]
+def _best_of_each(node: Ints, token: Ints, mass: Floats, limit: int) -> tuple[Ints, Ints, Floats]:
+    """Add up the mass of equal tokens and keep the best tokens of each node.
 
+    Args:
+        node: [M], the node that each row belongs to, ascending.
+        token: [M, C].
+        mass: [M, C].
+        limit: most tokens of one node.
 
-def _expansion(proposals: list[Proposal], request: DraftRequest, signals: dict[str, float]) -> Expansion:
-    """The proposals as an expansion; of more than the request allows, those on the best paths."""
-    anchors, tokens, probs = zip(*proposals, strict=True)
-    log_probs = [math.log(prob) for prob in probs]
-    if len(proposals) > request.max_nodes:
-        scores: list[float] = []
-        for anchor, log_prob in zip(anchors, log_probs, strict=True):
-            scores.append((request.tree.path_score[anchor] if anchor >= 0 else scores[~anchor]) + log_prob)
-        # A stable sort: of equal paths the shorter one comes first, so that what is kept hangs together.
-        kept = np.sort(np.argsort(-np.array(scores), kind="stable")[: request.max_nodes]).tolist()
-        index = {old: new for new, old in enumerate(kept)}
-        anchors = [anchors[old] if anchors[old] >= 0 else ~index[~anchors[old]] for old in kept]
-        tokens, log_probs = [tokens[old] for old in kept], [log_probs[old] for old in kept]
-    return Expansion(anchors, tokens, log_probs, signals=signals)
-
-
-@attrs.frozen
-class _Match:
-    """Where a node's last tokens occurred before.
-
-    Attributes:
-        row: the node.
-        path: tokens from the root to the node.
-        length: how many of the last tokens match.
-        position: where the match ends in the text.
+    Returns:
+        node, token and probability [E], by node, then best first; of equals the smallest token.
     """
+    key = ((node << 32)[:, None] + token).ravel()
+    order = key.argsort(kind="stable")
+    key = key[order]
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    node, token = np.divmod(key[starts], 1 << 32)
+    prob = np.minimum(np.add.reduceat(mass.ravel()[order], starts), 1.0)
+    best = np.argsort(2 * node - prob, kind="stable")  # one key for both: by node, then by falling probability
+    place = np.arange(len(best)) - np.searchsorted(node, node)  # `node` ascends already, and `best` keeps it so
+    best = best[(place < limit) & (prob[best] > 0)]
+    return node[best], token[best], prob[best]
 
-    row: int
-    path: list[int]
-    length: int
-    position: int
+
+def _best_paths(expansion: Expansion, request: DraftRequest) -> Expansion:
+    """The part of an expansion that a request has room for: the proposals with the best path scores."""
+    scores: list[float] = []
+    for anchor, log_prob in zip(expansion.anchor.tolist(), expansion.log_prob.tolist(), strict=True):
+        scores.append((request.tree.path_score[anchor] if anchor >= 0 else scores[~anchor]) + log_prob)
+    # A stable sort: of equal paths the shorter one comes first, so that what is kept hangs together.
+    kept = np.sort(np.argsort(-np.array(scores), kind="stable")[: request.max_nodes])
+    index = np.zeros(len(expansion), np.int64)
+    index[kept] = np.arange(len(kept))
+    anchor = expansion.anchor[kept]
+    anchor = np.where(anchor >= 0, anchor, ~index[np.where(anchor < 0, ~anchor, 0)])
+    return Expansion(anchor, expansion.token[kept], expansion.log_prob[kept], signals=expansion.signals)

@@ -140,14 +140,12 @@ class TopTokens:
             room = max(_SMALLEST_CAPACITY, 1 << (self._size - 1).bit_length()) - len(self._ids)
             self._ids = np.concatenate([self._ids, np.zeros((room, self.num_top), np.int32)])
             self._probs = np.concatenate([self._probs, np.zeros((room, self.num_top), np.float32)])
-            self._flat = memoryview(self._ids.reshape(-1)), memoryview(self._probs.reshape(-1))
         if ids is not None and log_probs is not None:
             width = min(self.num_top, ids.shape[1])
             self._ids[begin : self._size, :width] = ids[:, :width]
             self._probs[begin : self._size, :width] = np.exp(log_probs[:, :width])
 
-    def after(self, position: int) -> list[tuple[int, float]]:
-        """(token, probability) of the K best tokens, best first."""
-        begin, end = position * self.num_top, (position + 1) * self.num_top
-        ids, probs = self._flat
-        return list(zip(ids[begin:end].tolist(), probs[begin:end].tolist(), strict=True))
+    def after(self, positions: Sequence[int]) -> tuple[Ints, Floats]:
+        """ids and probabilities [P, K] of the best tokens after each position."""
+        rows = np.fromiter(positions, np.intp, len(positions))
+        return self._ids[rows], self._probs[rows]
