@@ -204,6 +204,11 @@ class Statistics:
     costs: CostModel
     acceptance: AcceptanceStats
 
+    def rate(self, context: int) -> float:
+        """Emitted tokens per ms that time is worth: the request's moving average, and never below plain decoding's."""
+        plain_ms = float(self.costs.target_ms(1, context))
+        return max(self.acceptance.emitted_per_ms, 1.0 / plain_ms if plain_ms else 0.0)
+
 
 @attrs.frozen(eq=False)
 class RoundState:

@@ -274,7 +274,7 @@ def _learn(state: RoundState, pruned: DraftTree, tokens: tuple[int, ...], laps: 
     costs.record_target(len(pruned), state.position, spent_ms)
     target_ms = costs.target_ms(np.arange(1, state.limits.verify_nodes + 2), state.position)
     modelled_ms = float(target_ms[len(pruned) - 1])
-    rate = acceptance.emitted_per_ms
+    rate = state.statistics.rate(state.position)
     worth = -rate * float(target_ms[0])  # of the root alone
     for number, step in enumerate(state.steps):
         if not len(step.positions):

@@ -47,18 +47,17 @@ class GainOverCostBudget(BudgetPolicy):
 
     def max_nodes(self, state: RoundState) -> int:
         """The nodes that even certain acceptance could pay for: one token a node against its share of the forward."""
-        acceptance = state.statistics.acceptance
         certain = np.zeros(self.max_verify_nodes + 1)
-        return best_budget(certain, acceptance.emitted_per_ms, self._target_ms(state))[0]
+        return best_budget(certain, state.statistics.rate(state.position), self._target_ms(state))[0]
 
     def verify_nodes(self, state: RoundState, tree: DraftTree) -> int:
-        acceptance = state.statistics.acceptance
+        acceptance, rate = state.statistics.acceptance, state.statistics.rate(state.position)
         target_ms = self._target_ms(state)
-        budget, _ = best_budget(tree.path_score, acceptance.emitted_per_ms, target_ms)
+        budget, _ = best_budget(tree.path_score, rate, target_ms)
         if budget or not self.max_verify_nodes or len(tree) == 1:
             return budget
         idle = acceptance.num_rounds - acceptance.last_verified_round
-        some, _ = best_budget(tree.path_score, acceptance.emitted_per_ms, np.append(np.inf, target_ms[1:]))
+        some, _ = best_budget(tree.path_score, rate, np.append(np.inf, target_ms[1:]))
         extra_ms = float(target_ms[some] - target_ms[0])
         affordable = extra_ms / max(self.probe_share * acceptance.round_ms, 1e-9)
         return some if idle >= max(self.probe_every, affordable) else 0

@@ -3,14 +3,14 @@
 import pytest
 
 import treegraft
-from treegraft.testing import MarkovTarget, ScriptedDrafter, TableDrafter, markov_table
+from treegraft.testing import FaultyDrafter, MarkovTarget, TableDrafter, markov_table
 
 TABLE = markov_table(12, seed=3, spread=4.0)  # one token stands out after most contexts
 FREE = "costs={use: fixed}"
 
 
-def run(costs: str, *, num_tokens: int = 150, pipeline: str = "treegraft", temperature: float = 0.0):
-    models = {"target": MarkovTarget(TABLE), "middle": TableDrafter(TABLE)}
+def run(costs, *, num_tokens=150, pipeline="treegraft", temperature=0.0, table=TABLE):
+    models = {"target": MarkovTarget(table), "middle": TableDrafter(table)}
     loaded = treegraft.load(pipeline, costs, models=models)
     return loaded.generate([1, 2, 3], num_tokens, temperature=temperature, seed=5, keep_rounds=True)
 
@@ -40,14 +40,16 @@ def test_a_middle_that_costs_more_than_it_brings_is_left_out_but_probed():
 
 
 def test_a_cheap_middle_that_knows_the_target_is_called():
-    generation = run("costs={use: fixed, target: 100.0, sources: {small: 0.1, middle: 1.0}}", temperature=1.0)
+    costs = "costs={use: fixed, target: 100.0, sources: {small: 0.1, middle: 1.0}}"
+    varied = markov_table(40, seed=3, spread=2.0)  # text that no lookup can guess
+    generation = run(costs, temperature=1.0, table=varied)
     called = sum(any(step.source == "middle" for step in record.state.steps) for record in generation.rounds)
     assert called > 0.8 * generation.num_rounds
 
 
 def middle_calls(middle_ms: float) -> tuple[int, int]:
-    """Rounds in which a middle that always lies is called after the first ones, and rounds in all."""
-    models = {"target": MarkovTarget(TABLE), "middle": ScriptedDrafter(reference=[])}
+    """Rounds in which a middle that never proposes a thing is called after the first ones, and rounds in all."""
+    models = {"target": MarkovTarget(TABLE), "middle": FaultyDrafter("empty")}
     costs = f"costs={{use: fixed, target: 10.0, sources: {{small: 0.01, middle: {middle_ms}}}}}"
     loaded = treegraft.load("treegraft", costs, "sources.middle.rescore=false", models=models)
     rounds = loaded.generate([1, 2, 3], 600, temperature=1.5, seed=5, keep_rounds=True).rounds[8:]

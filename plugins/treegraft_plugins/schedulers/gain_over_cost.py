@@ -52,7 +52,7 @@ class GainOverCostScheduler(Scheduler):
     def _surplus(self, state: RoundState, source: Source, step: int) -> float:
         """Expected gain less the worth of the time (tokens)."""
         gain, cost_ms = self._expected(state, source, step)
-        return gain - state.statistics.acceptance.emitted_per_ms * cost_ms
+        return gain - state.statistics.rate(state.position) * cost_ms
 
     def _expected(self, state: RoundState, source: Source, step: int) -> tuple[float, float]:
         """Expected gain (tokens) and latency (ms) of calling `source` at `step`."""
