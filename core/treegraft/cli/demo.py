@@ -1,0 +1,131 @@
+"""`treegraft demo`: see several drafters grow one tree, and what that brings on this machine."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import attrs
+import click
+import torch
+from rich.console import Console
+
+from treegraft.cli.comparison import REFERENCE, compare, comparison_table
+from treegraft.cli.drawing import TARGET, Palette, most_telling, proposers, round_tree, stream_in_colours
+from treegraft.cli.quiet import quiet
+from treegraft.compose import build, resolve
+from treegraft.pipeline import Pipeline
+from treegraft.registry import packaged_registry
+
+SHOWN = "treegraft"
+ARMS = (REFERENCE, "all_small", "all_middle", SHOWN)
+MIDDLE = "middle"
+
+PROMPTS = (
+    '''import os
+
+
+class Folder:
+    """A folder and the files below it."""
+
+    def __init__(self, path, pattern=None):
+        self.path = path
+        self.pattern = pattern
+
+    def files(self):
+''',
+    """class QueueTest(unittest.TestCase):
+
+    def test_put(self):
+        queue = self.make_queue()
+        queue.put(1)
+        self.assertEqual(queue.size(), 1)
+        self.assertFalse(queue.empty())
+
+    def test_get(self):
+""",
+    '''def parse_header(line):
+    """Split a header line into its name and its value.
+
+    Raise ValueError if there is no colon in the line.
+    """
+''',
+    """    def _read_chunk(self, size):
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError("file ended inside a chunk")
+        return data
+
+    def _write_chunk(self, data):
+""",
+)
+
+
+@attrs.frozen
+class Plan:
+    """How much is run: the completion that is shown, and the comparison."""
+
+    shown_tokens: int
+    num_prompts: int
+    max_new_tokens: int
+    repeats: int
+    max_seconds: float
+
+
+FULL = Plan(shown_tokens=128, num_prompts=4, max_new_tokens=128, repeats=5, max_seconds=120)
+QUICK = Plan(shown_tokens=64, num_prompts=2, max_new_tokens=64, repeats=3, max_seconds=25)
+
+
+def load_arms(overrides: Sequence[str]) -> dict[str, Pipeline]:
+    """The compared pipelines, as treegraft ships them; they share the weights of their models."""
+    resolved = {name: resolve(name, overrides, registry=packaged_registry()) for name in ARMS}
+    return {name: build(pipeline) for name, pipeline in resolved.items()}
+
+
+def show_completion(console: Console, pipeline: Pipeline, max_new_tokens: int) -> None:
+    """Stream a completion in colours, say who proposed its tokens, and draw the round that shows most."""
+    palette = Palette.of(pipeline.sources)
+    records = stream_in_colours(console, pipeline, PROMPTS[0], max_new_tokens)
+    counts = Counter(palette.name(source) for record in records for source in proposers(record))
+    console.print()
+    console.print("Proposed by:", palette.legend({name: counts[name] for name in [*palette.names.values(), TARGET]}))
+    console.print()
+    record = most_telling(records)
+    console.print(round_tree(record, records.index(record) + 1, pipeline))
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs: within 60 s on two cores.")
+@click.argument("overrides", nargs=-1, metavar="[models.NAME=PATH]...")
+def demo(quick: bool, overrides: tuple[str, ...]) -> None:
+    """Show what treegraft does, on the embedded demo models or on your own.
+
+    A completion streamed in the colours of who proposed each token, one draft tree with what was rescored, pruned and
+    accepted, and a comparison of plain decoding, each drafter alone, and both on one tree. Registry files of your own
+    are ignored.
+
+    \b
+    treegraft demo --quick
+    treegraft demo models.target=PATH models.middle=PATH
+    """
+    for text in overrides:
+        if not text.startswith("models."):
+            raise click.UsageError(f"{text}: only models can be changed here; `treegraft run` takes any KEY=VALUE.")
+    plan = QUICK if quick else FULL
+    console = Console(highlight=False)
+    if not overrides:
+        torch.set_num_threads(1)  # the embedded models are too small to be shared among threads
+    with quiet():
+        pipelines = load_arms(overrides)
+        console.rule("A completion, by who proposed each token")
+        show_completion(console, pipelines[SHOWN], plan.shown_tokens)
+        console.rule("The same text, faster?")
+        with console.status("decoding with each pipeline in turn"):
+            arms = compare(pipelines, PROMPTS[: plan.num_prompts], plan.max_new_tokens, plan.repeats, plan.max_seconds)
+    console.print(comparison_table(arms, MIDDLE))
+    different = [name for name, arm in arms.items() if not arm.same_as(arms[REFERENCE])]
+    if different:
+        note = pipelines[REFERENCE].target.lossless_note
+        click.echo(
+            f"The text of {', '.join(different)} differs from {REFERENCE}'s" + (f" ({note})." if note else "."),
+            err=True,
+        )
+        click.get_current_context().exit(1)
