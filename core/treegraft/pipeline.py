@@ -232,16 +232,17 @@ class Pipeline:
             request = self._begin(sampler, faults)
             prefill_ms = (time.perf_counter() - begin) * 1e3
             totals = _Totals()
-            while sampler.stop_reason is None:
-                record = decode_round(self._parts, request)
-                totals.add(record)
-                if self.on_round is not None:
-                    self.on_round(record)
-                yield record
+            try:
+                while sampler.stop_reason is None:
+                    record = decode_round(self._parts, request)
+                    totals.add(record)
+                    if self.on_round is not None:
+                        self.on_round(record)
+                    yield record
+            finally:
+                self._stop_drafters(request)
             return self._generation(sampler, totals, faults, seed, prefill_ms, begin)
         finally:
-            for source in self.sources:
-                source.drafter.stop()
             self.target.reset()
             self.costs.save()
             self._busy.release()
@@ -266,6 +267,15 @@ class Pipeline:
                 except Exception as error:
                     fault(request, source, error)
         return request
+
+    def _stop_drafters(self, request: Request) -> None:
+        """End the request for every drafter, those left out included."""
+        for source in self.sources:
+            try:
+                source.drafter.stop()
+            except Exception as error:
+                if source.name in request.sources:  # else it is reported already
+                    request.fault(request, source, error)
 
     def _sampler(self, prompt: Ints, draws: Draws, max_new_tokens: int, options: SamplingOptions) -> TokenSampler:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:

@@ -141,7 +141,7 @@ def test_with_processors_that_read_the_history(data):
     accepted_by_exact(data.draw(pipelines(target=target)), data.draw(OPTIONS), [0, 1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pipelines(), st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_sampled_output_is_that_of_plain_decoding_with_the_same_seed(pipeline, seed, temperature):
     """Token for token, whatever the drafters, the tree and the schedule."""

@@ -12,7 +12,10 @@ from treegraft.interfaces import Drafter, DraftRequest, Rescoring
 from treegraft.testing.models import table_row
 from treegraft.tree import DraftTree, Expansion, Floats, Ints
 
-Fault = Literal["raises", "nan", "none", "empty", "vocabulary", "negative", "positive", "anchor", "loop", "siblings"]
+Fault = Literal[
+    "raises", "none", "empty", "nan", "positive", "vocabulary", "negative", "anchor", "loop", "deep", "crowded",
+    "siblings", "writes",
+]  # fmt: skip
 
 
 def _log_probs(table: Floats, context: Ints) -> Floats:
@@ -56,7 +59,7 @@ class TableDrafter(Drafter):
 
 @attrs.define(eq=False)
 class ScriptedDrafter(Drafter):
-    """Drafts from a reference text: below a path that follows it, the reference's next token among wrong ones.
+    """Drafts from a reference text: below a path that follows it, the next token among wrong ones; elsewhere nothing.
 
     Args:
         reference: the token ids it believes in, prompt included.
@@ -81,11 +84,11 @@ class ScriptedDrafter(Drafter):
 
     def _children(self, request: DraftRequest, row: int) -> list[tuple[int, float]]:
         context = request.context(row).tolist()
-        right = self.reference[len(context)] if len(context) < len(self.reference) else None
-        if context != list(self.reference[: len(context)]):
-            right = None
+        if len(context) >= len(self.reference) or context != list(self.reference[: len(context)]):
+            return []
+        right = self.reference[len(context)]
         tokens = [token for token in range(min(request.vocab_size, request.branching + 1)) if token != right]
-        if right is not None and (self.num_right is None or request.tree.depth[row] < self.num_right):
+        if self.num_right is None or request.tree.depth[row] < self.num_right:
             tokens.insert(self.rank, right)
         return [(token, -0.1 * (place + 1)) for place, token in enumerate(tokens[: request.branching])]
 
@@ -95,9 +98,10 @@ class FaultyDrafter(Drafter):
     """Drafts token 0 everywhere, and breaks a rule once it has been called `healthy_calls` times in a request.
 
     Args:
-        fault: raises; log probabilities that are nan or positive; returns none, or an empty expansion (which is no
-            fault); tokens beyond the vocabulary or negative; an anchor out of range; a loop of proposals below each
-            other; siblings that carry the same token.
+        fault: it raises; it returns None, or an empty expansion (which is no fault); log probabilities that are nan or
+            positive; tokens beyond the vocabulary, or negative; an anchor out of range; a loop of proposals below
+            themselves; a chain too deep; too many proposals below one node; siblings that carry the same token; it
+            writes into the tree.
         healthy_calls: calls of `draft` in a request before the fault.
     """
 
@@ -133,8 +137,17 @@ class FaultyDrafter(Drafter):
                 return attrs.evolve(healthy, anchor=np.full(size, len(request.tree)))
             case "loop":
                 return attrs.evolve(healthy, anchor=~np.arange(size))
+            case "deep":
+                length = request.max_depth + 1
+                return Expansion([request.positions[0], *~np.arange(length - 1)], [0] * length, [-0.5] * length)
+            case "crowded":
+                below = [(token, -0.5) for token in range(request.branching + 1)]
+                return Expansion.from_rows(dict.fromkeys(request.positions.tolist(), below))
             case "siblings":
                 return Expansion.from_rows({row: [(0, -0.5), (0, -0.6)] for row in request.positions.tolist()})
+            case "writes":
+                request.tree.token[0] = 0
+                return healthy
 
 
 def _first(expansion: Expansion, max_nodes: int) -> Expansion:
