@@ -243,6 +243,8 @@ class _Resolver:
                 if key != "edges" or keys[key] is not None:
                     self.part(f"sources.{name}.{key}", kind, keys[key])
             self.check_source(name, keys)
+            if keys["edges"] is None:
+                del keys["edges"]
         self.check_models()
         sources = {name: SourceSchema(**keys) for name, keys in config["sources"].items()}
         self.try_parts(list(sources))

@@ -26,7 +26,7 @@ from treegraft.interfaces import (
     Wants,
 )
 from treegraft.sampling import Scores, TokenSampler
-from treegraft.statistics import best_budget
+from treegraft.statistics import MIN_MASS, best_budget
 from treegraft.tree import DraftTree, Expansion, Ints
 
 
@@ -102,7 +102,7 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     laps.lap("commit")
     _observe(parts.wants, request, scores, pruned, verdict, laps)
     tokens = tuple(sampler.emitted[num_before:])
-    _learn(state, pruned, tokens, laps)
+    _learn(state, pruned, verdict, tokens, laps)
     return RoundRecord(state, budget, pruned, verdict, tokens, laps.ms, laps.source_ms)
 
 
@@ -155,7 +155,7 @@ def _draft_step(
         rescoring = drafter.rescore(tree, candidates, question)
         own_ms += laps.source_lap(source.name)
         _require(bool(np.all(rescoring.log_prob <= 0)), source, "rescored log_prob finite and <= 0")
-        edges = acceptance.calibrated(source.index, rescoring.log_prob)
+        edges = acceptance.calibrated(source.index, rescoring.log_prob, tree.depth[rescoring.rows])
         tree = tree.rescored(rescoring.rows, edges, source.index, source.overrules)
         candidates, rescored, num_rows = rescoring.processed, rescoring.rows, drafter.num_rows
     best = np.lexsort((tree.depth[candidates], -tree.path_score[candidates]))[: source.width]
@@ -166,9 +166,11 @@ def _draft_step(
     own_ms += laps.source_lap(source.name)
     num_rows = max(num_rows, drafter.num_rows)
     _check_expansion(expansion, question, source)
-    expansion = attrs.evolve(expansion, log_prob=acceptance.calibrated(source.index, expansion.log_prob))
+    edges = acceptance.calibrated(source.index, expansion.log_prob, expansion.depths(tree))
+    expansion = attrs.evolve(expansion, log_prob=edges)
     grown = source.graft_policy.graft(tree, expansion, source)
-    _require(int(grown.depth.max()) <= question.max_depth, source, "D5 no proposal below max_depth")
+    own_depth = grown.depth[grown.step == tree.num_steps - 1]  # others may reach beyond this drafter's context
+    _require(own_depth.max(initial=0) <= question.max_depth, source, "D5 no proposal below max_depth")
     return StepRecord(source.name, state.tree, grown, question.positions, expansion, rescored, num_rows, own_ms)
 
 
@@ -267,7 +269,7 @@ def narrowed(seen: Observation, wants: Wants, own: Wants) -> Observation:
     )
 
 
-def _learn(state: RoundState, pruned: DraftTree, tokens: tuple[int, ...], laps: Laps) -> None:
+def _learn(state: RoundState, pruned: DraftTree, verdict: Verdict, tokens: tuple[int, ...], laps: Laps) -> None:
     """Update the statistics: costs from the clock, calibration and gains from what the target chose."""
     costs, acceptance = state.statistics.costs, state.statistics.acceptance
     spent_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
@@ -281,9 +283,10 @@ def _learn(state: RoundState, pruned: DraftTree, tokens: tuple[int, ...], laps: 
             continue
         modelled_ms += float(costs.source_ms(step.source, step.num_rows))
         before, worth = worth, best_budget(step.tree.path_score, rate, target_ms)[1]
-        acceptance.learn_step(step.source, number, worth - before, step.num_rows)
+        mass = float(np.exp(step.tree_before.path_score[step.positions]).sum())
+        acceptance.learn_step(step.source, number, (worth - before) / max(mass, MIN_MASS), step.num_rows)
     _learn_edges(state, tokens)
-    acceptance.learn_round(len(tokens), len(pruned) - 1, modelled_ms)
+    acceptance.learn_round(len(tokens), len(verdict.path), len(pruned) - 1, modelled_ms)
     laps.lap("learn")
 
 
@@ -302,7 +305,7 @@ def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
             labels.append(chosen)
             if chosen and tree.depth[row] < len(tokens):
                 next_token[row] = tokens[tree.depth[row]]
-    scorers, edges, accepted = tree.scorer[rows], tree.edge_score[rows], np.array(labels, dtype=np.bool_)
-    for scorer in set(scorers.tolist()):
-        own = scorers == scorer
-        acceptance.learn_edges(scorer, edges[own], accepted[own])
+    labelled, accepted = tree.nodes[rows], np.array(labels, dtype=np.bool_)
+    for scorer in set(labelled["scorer"].tolist()):
+        own = labelled["scorer"] == scorer
+        acceptance.learn_edges(scorer, labelled["edge_score"][own], labelled["depth"][own], accepted[own])

@@ -12,8 +12,9 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treegraft.tree import Floats
+from treegraft.tree import Floats, Ints
 
+MIN_MASS = 1e-3  # below so little probability mass, a gain says nothing about the drafter
 P_MIN = 1e-4  # probabilities are clipped to [P_MIN, 1 - P_MIN] before their logit is taken
 
 
@@ -132,45 +133,66 @@ def best_budget(path_score: Floats, rate: float, target_ms: Floats) -> tuple[int
 
 
 class Calibration:
-    """Platt scaling of one source's probabilities: edge = log_sigmoid(slope * logit(p) + intercept).
+    """Platt scaling of one source's probabilities, with the depth taken into account.
 
-    Fitted on the last `window` labelled proposals by a Newton step a round, held near the identity by a prior.
+    edge = log_sigmoid((slope + deep_slope * f) * logit(p) + intercept + deep_intercept * f), f = depth_feature(depth).
+    Depth matters because a node is reached only where its parents were accepted, which says that the text is
+    predictable there. Fitted on the last `window` labelled proposals by a Newton step a round, held near the identity
+    (1, 0, 0, 0) by a prior.
     """
 
     def __init__(self, window: int = 384, prior: float = 2.0):
-        self.slope, self.intercept, self._prior = 1.0, 0.0, prior
-        self._logits, self._accepted = np.zeros(window), np.zeros(window)
+        self._weights = _IDENTITY.copy()  # slope, intercept, deep_slope, deep_intercept
+        self._prior = prior
+        self._features, self._accepted = np.zeros((window, 4)), np.zeros(window)
         self._num_seen = 0
 
-    def edge(self, log_prob: Floats) -> Floats:
-        """Calibrated edge scores (nats, <= 0) of raw log probabilities."""
-        return -np.logaddexp(0.0, -(self.slope * logit(log_prob) + self.intercept))
+    def edge(self, log_prob: Floats, depth: Ints) -> Floats:
+        """Calibrated edge scores (nats, <= 0) of raw log probabilities [E] at depths [E]."""
+        slope, intercept = self._line(depth)
+        edges: Floats = -np.logaddexp(0.0, -(slope * logit(log_prob) + intercept))
+        return edges
 
-    def raw_logit(self, edge: Floats) -> Floats:
+    def raw_logit(self, edge: Floats, depth: Ints) -> Floats:
         """The logit that `edge` was made from: the inverse of `edge()`, as long as nothing was learnt since."""
-        raw: Floats = (logit(edge, clip=1e-12) - self.intercept) / self.slope
+        slope, intercept = self._line(depth)
+        raw: Floats = (logit(edge, clip=1e-12) - intercept) / slope
         return raw
 
-    def learn(self, logits: Floats, accepted: ArrayLike) -> None:
-        """Take in labelled proposals: raw logits [E], and whether the target chose each."""
-        window = len(self._logits)
+    def learn(self, logits: Floats, depth: Ints, accepted: ArrayLike) -> None:
+        """Take in labelled proposals: raw logits [E], depths [E], and whether the target chose each."""
+        feature = depth_feature(depth)
+        window = len(self._accepted)
         places = np.arange(self._num_seen, self._num_seen + len(logits)) % window
-        self._logits[places], self._accepted[places] = logits, accepted
+        self._features[places] = np.stack([logits, np.ones_like(logits), feature * logits, feature], axis=1)
+        self._accepted[places] = accepted
         self._num_seen += len(logits)
-        x, y = self._logits[: self._num_seen], self._accepted[: self._num_seen]
-        predicted = 1.0 / (1.0 + np.exp(-(self.slope * x + self.intercept)))
-        error, curvature = predicted - y, predicted * (1.0 - predicted)
-        gradient_slope = float(error @ x) + self._prior * (self.slope - 1.0)
-        gradient_intercept = float(error.sum()) + self._prior * self.intercept
-        h_ss = float(curvature @ (x * x)) + self._prior
-        h_si = float(curvature @ x)
-        h_ii = float(curvature.sum()) + self._prior
-        determinant = h_ss * h_ii - h_si * h_si
-        step_slope = (h_ii * gradient_slope - h_si * gradient_intercept) / determinant
-        step_intercept = (h_ss * gradient_intercept - h_si * gradient_slope) / determinant
-        # Kept invertible, and short of the overshoot that a Newton step can take far from the optimum.
-        self.slope = min(max(self.slope - min(max(step_slope, -0.5), 0.5), 0.1), 4.0)
-        self.intercept = min(max(self.intercept - min(max(step_intercept, -1.0), 1.0), -6.0), 6.0)
+        x, y = self._features[: self._num_seen], self._accepted[: self._num_seen]
+        predicted = 1.0 / (1.0 + np.exp(-(x @ self._weights)))
+        gradient = (predicted - y) @ x + self._prior * (self._weights - _IDENTITY)
+        curvature = (x.T * (predicted * (1.0 - predicted))) @ x + self._prior * np.eye(4)
+        step = np.linalg.solve(curvature, gradient)
+        # Short of the overshoot that a Newton step can take far from the optimum, and with slopes that stay positive
+        # at every depth: a likelier token must not become the worse one.
+        self._weights = np.clip(self._weights - np.clip(step, -0.5, 0.5), _LOWEST, _HIGHEST)
+        self._weights[2] = max(self._weights[2], MIN_SLOPE - self._weights[0])
+
+    def _line(self, depth: Ints) -> tuple[Floats, Floats]:
+        feature = depth_feature(depth)
+        slope, intercept, deep_slope, deep_intercept = self._weights.tolist()
+        return slope + deep_slope * feature, intercept + deep_intercept * feature
+
+
+MIN_SLOPE = 0.1
+_IDENTITY = np.array([1.0, 0.0, 0.0, 0.0])
+_LOWEST = np.array([MIN_SLOPE, -6.0, -4.0, -6.0])
+_HIGHEST = np.array([4.0, 6.0, 4.0, 6.0])
+
+
+def depth_feature(depth: ArrayLike) -> Floats:
+    """From 0 at depth 1 to 1 at depth 8 and below, on a logarithmic scale."""
+    feature: Floats = np.minimum(np.log2(depth), 3.0) / 3.0
+    return feature
 
 
 def logit(log_prob: Floats, clip: float = P_MIN) -> Floats:
@@ -185,18 +207,25 @@ class OptionStats:
     """What calling one source at one step has brought so far.
 
     Attributes:
-        gain: moving average of the growth of the tree's worth (tokens), the added verification paid for.
+        gain: moving average of the growth of the tree's worth (tokens), the added verification paid for, for each
+            unit of probability mass that the source drafted below.
         num_rows: moving average of rows forwarded.
         last_round: the last round in which it was called.
+        num_calls: how often it was called.
     """
 
-    gain: float
-    num_rows: float
-    last_round: int
+    gain: float = 1.0  # hopeful until proved wrong: gains are rare and large, and an option left out teaches nothing
+    num_rows: float = 0.0
+    last_round: int = 0
+    num_calls: int = 0
+
+
+Option = tuple[str, int, bool]
+"""A source's name, the step, and whether the round before accepted anything."""
 
 
 class AcceptanceStats:
-    """Online statistics of one request: calibration per source, gain per (source, step), emitted per ms.
+    """Online statistics of one request: calibration per source, gain per option, emitted per ms.
 
     Args:
         num_sources: sources of the pipeline, by index.
@@ -206,7 +235,8 @@ class AcceptanceStats:
     def __init__(self, num_sources: int, calibrate: bool = True):
         self.calibrate = calibrate
         self.calibrations = tuple(Calibration() for _ in range(num_sources))
-        self.options: dict[tuple[str, int], OptionStats] = {}
+        self.options: dict[Option, OptionStats] = {}
+        self.is_hot = False  # the last round accepted something; what can be guessed comes in runs
         self.num_rounds = 0
         self.last_verified_round = -1
         self._emitted = self._ms = 0.0
@@ -222,28 +252,32 @@ class AcceptanceStats:
         weight = (1.0 - _KEEP**self.num_rounds) / (1.0 - _KEEP)
         return self._ms / weight if weight else 0.0
 
-    def calibrated(self, source: int, log_prob: Floats) -> Floats:
-        """Edge scores [E] of a source's raw log probabilities [E] (nats, <= 0)."""
-        return self.calibrations[source].edge(log_prob) if self.calibrate else log_prob
+    def calibrated(self, source: int, log_prob: Floats, depth: Ints) -> Floats:
+        """Edge scores [E] of a source's raw log probabilities [E] (nats, <= 0) for nodes at `depth` [E]."""
+        return self.calibrations[source].edge(log_prob, depth) if self.calibrate else log_prob
 
-    def learn_edges(self, source: int, edge_score: Floats, accepted: ArrayLike) -> None:
+    def learn_edges(self, source: int, edge_score: Floats, depth: Ints, accepted: ArrayLike) -> None:
         """Labels from a finished round: edge scores [E] that `source` gave this round, and the target's choices."""
         if self.calibrate and len(edge_score):
             calibration = self.calibrations[source]
-            calibration.learn(calibration.raw_logit(edge_score), accepted)
+            calibration.learn(calibration.raw_logit(edge_score, depth), depth, accepted)
 
     def learn_step(self, source: str, step: int, gain: float, num_rows: int) -> None:
-        """Record that calling `source` at `step` raised the tree's worth by `gain` (tokens)."""
-        option = self.options.get((source, step))
-        if option is None:
-            self.options[source, step] = OptionStats(gain, num_rows, self.num_rounds)
-            return
-        option.gain += _LEARN * (gain - option.gain)
-        option.num_rows += _LEARN * (num_rows - option.num_rows)
+        """Record a call of `source` at `step` of the current round.
+
+        Args:
+            gain: growth of the tree's worth (tokens) for each unit of mass drafted below.
+            num_rows: rows forwarded.
+        """
+        option = self.options.setdefault((source, step, self.is_hot), OptionStats())
+        option.gain += max(1.0 / (_PRIOR_CALLS + option.num_calls), _LEARN) * (gain - option.gain)
+        option.num_calls += 1
+        option.num_rows += max(1.0 / option.num_calls, _LEARN) * (num_rows - option.num_rows)
         option.last_round = self.num_rounds
 
-    def learn_round(self, num_emitted: int, num_verified: int, modelled_ms: float) -> None:
-        """Close a round: tokens emitted, non-root nodes verified, modelled latency (ms)."""
+    def learn_round(self, num_emitted: int, num_accepted: int, num_verified: int, modelled_ms: float) -> None:
+        """Close a round: tokens emitted, draft tokens accepted, non-root nodes verified, modelled latency (ms)."""
+        self.is_hot = num_accepted > 0
         self._emitted = _KEEP * self._emitted + num_emitted
         self._ms = _KEEP * self._ms + modelled_ms
         if num_verified:
@@ -252,4 +286,5 @@ class AcceptanceStats:
 
 
 _KEEP = 0.95  # of emitted and ms, a round
-_LEARN = 0.25  # of a new gain
+_LEARN = 0.1  # of a new gain, once there are enough
+_PRIOR_CALLS = 2  # that the hope an option begins with counts for

@@ -116,6 +116,13 @@ class Expansion:
         anchor, token, log_prob = zip(*flat, strict=True) if flat else ((), (), ())
         return cls(anchor=anchor, token=token, log_prob=log_prob, signals=signals or {})
 
+    def depths(self, tree: "DraftTree") -> Ints:
+        """int [E]: how deep below the root of `tree` each proposal lies."""
+        depth = tree.depth[np.maximum(self.anchor, 0)] + 1
+        for proposal in np.flatnonzero(self.anchor < 0).tolist():
+            depth[proposal] = depth[~int(self.anchor[proposal])] + 1
+        return depth
+
     def __len__(self) -> int:
         return len(self.token)
 
@@ -171,7 +178,7 @@ class DraftTree:
         for name in ("parent", "draft_row", "source", "scorer", "step"):
             nodes[name] = -1
         nodes["token"] = token
-        nodes["uid"] = child_uid(0, token)
+        nodes["uid"] = child_uid(0, int(token))
         return cls(nodes)
 
     # -- columns ------------------------------------------------------------------------------------------------------
@@ -283,7 +290,7 @@ class DraftTree:
         if not len(expansion):
             return self
         size, anchor = len(self), expansion.anchor
-        uid, depth = self._identify(expansion)
+        uid, depth = self._identify(expansion), expansion.depths(self)
         original = self._originals(anchor, uid)
         is_new = original == np.arange(size, size + len(uid))
         row_of = np.where(original < size, original, size - 1 + np.cumsum(is_new)[np.maximum(original - size, 0)])
@@ -348,8 +355,8 @@ class DraftTree:
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _identify(self, expansion: Expansion) -> tuple[NDArray[np.uint64], Ints]:
-        """uids and depths [E] of the proposals."""
+    def _identify(self, expansion: Expansion) -> NDArray[np.uint64]:
+        """uids [E] of the proposals."""
         anchor, token = expansion.anchor, expansion.token
         if ((anchor >= len(self)) | (~anchor >= np.arange(len(anchor)))).any():
             raise InvariantError(
@@ -358,12 +365,10 @@ class DraftTree:
             )  # fmt: skip
         at = np.maximum(anchor, 0)
         uid = child_uid(self.uid[at], token)
-        depth = self.depth[at] + 1
         for proposal in np.flatnonzero(anchor < 0).tolist():  # chains and subtrees, a link at a time
             above = ~int(anchor[proposal])
             uid[proposal] = child_uid(int(uid[above]), int(token[proposal]))
-            depth[proposal] = depth[above] + 1
-        return uid, depth
+        return uid
 
     def _originals(self, anchor: Ints, uid: NDArray[np.uint64]) -> Ints:
         """[E] the first row, or `N +` the first proposal, with the same path as each proposal."""

@@ -12,9 +12,10 @@ import attrs
 import numpy as np
 from numpy.typing import ArrayLike
 
+from treegraft.errors import ComposeError
 from treegraft.interfaces import DraftRequest, Source, TargetModel, Wants
 from treegraft.statistics import CostModel, LatencyCurve
-from treegraft.tree import DraftTree, Expansion, Floats
+from treegraft.tree import DraftTree, Expansion, Floats, Ints
 
 MEASURED_ROWS = (1, 8, 64, 2, 4, 16, 32)  # the ends and the middle first, so that a budget cut short spans the range
 EXPECTED_TOKENS = 256  # the request whose time the measuring is held against
@@ -53,10 +54,8 @@ class FixedCosts(CostModel):
     def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
         unknown = set(self.sources) - {source.name for source in sources}
         if unknown:
-            raise ValueError(
-                f"costs for {sorted(unknown)}, which are no sources of this pipeline; "
-                f"allowed: {[source.name for source in sources]}"
-            )
+            names = ", ".join(source.name for source in sources) or "none"
+            raise ComposeError("costs.sources", f"{sorted(unknown)}, no sources of this pipeline", f"Sources: {names}.")
 
     def table(self) -> dict[str, Any]:
         return {
@@ -88,7 +87,11 @@ class FileCosts(CostModel):
         return self._table.source_ms(name, rows)
 
     def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
-        self._table.bind(target, sources)
+        """Read the file's figures for these sources; one file may serve pipelines with different ones."""
+        known = {
+            source.name: self._table.sources[source.name] for source in sources if source.name in self._table.sources
+        }
+        self._table = attrs.evolve(self._table, sources=known)
 
     def table(self) -> dict[str, Any]:
         return self._table.table()
@@ -138,9 +141,9 @@ class MeasuredCosts(CostModel):
         self._sources[name].learn(rows, latency_ms)
 
     def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
-        identities = [target.identity, *(f"{source.name}={source.drafter.identity}" for source in sources)]
-        if self.cache and all(identities):
-            key = hashlib.sha256("\n".join(identities).encode()).hexdigest()[:24]
+        identities = {"target": target.identity} | {source.name: source.drafter.identity for source in sources}
+        if self.cache and all(identities.values()):
+            key = hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:24]
             root = Path(os.environ.get("TREEGRAFT_CACHE", Path.home() / ".cache" / "treegraft"))
             self._file = root / "costs" / f"{key}.json"
             if self._load():
@@ -172,38 +175,39 @@ class MeasuredCosts(CostModel):
         return True
 
 
-def _random_tree(num_rows: int, vocab_size: int, rng: np.random.Generator) -> DraftTree:
-    """A tree of `num_rows` nodes, each below a random earlier one, as bushy as drafted trees are."""
+def _random_tree(num_rows: int, tokens: Ints, rng: np.random.Generator, root: int = 0) -> DraftTree:
+    """A tree of `num_rows` nodes of these tokens, each below a random earlier one, as bushy as drafted trees are."""
     anchor = [0] + [~int(rng.integers(0, index)) for index in range(1, num_rows - 1)]
-    token = rng.choice(vocab_size, num_rows - 1, replace=num_rows > vocab_size)
-    root = DraftTree.rooted(int(rng.integers(vocab_size)))
+    token = rng.choice(tokens, num_rows - 1)
+    tree = DraftTree.rooted(root)
     if num_rows == 1:
-        return root
-    return root.append(Expansion(anchor=anchor, token=token, log_prob=np.full(num_rows - 1, -1.0)), 0, [False])
+        return tree
+    return tree.append(Expansion(anchor=anchor, token=token, log_prob=np.full(num_rows - 1, -1.0)), 0, [False])
 
 
-def _prompt(target: TargetModel, rng: np.random.Generator) -> np.ndarray:
+def _prompt(target: TargetModel, rng: np.random.Generator) -> Ints:
+    """Tokens that repeat themselves, so that looking things up costs what it does in real text."""
     length = 64 if target.max_length is None else max(1, min(64, target.max_length // 4))
-    return rng.integers(0, target.vocab_size, length)
+    return np.resize(rng.integers(0, target.vocab_size, 16), length)
 
 
 def _measure_target(target: TargetModel) -> LatencyCurve:
     rng = np.random.default_rng(0)
-    prompt = _prompt(target, rng)
+    prompt, vocabulary = _prompt(target, rng), np.arange(target.vocab_size)
     target.prefill([prompt], Wants())
     samples: dict[int, list[float]] = {}
-    target.score([_random_tree(1, target.vocab_size, rng)])  # the first forward of a process is no measure
+    target.score([_random_tree(1, vocabulary, rng)])  # the first forward of a process is no measure
     start, limit_ms = time.perf_counter(), float("inf")
     room = float("inf") if target.max_length is None else target.max_length - len(prompt)
     for _ in range(3):
         for num_rows in MEASURED_ROWS:
             if num_rows >= room or (time.perf_counter() - start) * 1e3 > limit_ms:
                 continue
-            tree = _random_tree(num_rows, target.vocab_size, rng)
+            tree = _random_tree(num_rows, vocabulary, rng)
             begin = time.perf_counter()
             (scores,) = target.score([tree])
             scores.logits(0).cpu()  # waits for an accelerator
-            samples.setdefault(num_rows, []).append((time.perf_counter() - begin) * 1e3)
+            samples.setdefault(len(tree), []).append((time.perf_counter() - begin) * 1e3)
             limit_ms = MAX_SHARE * EXPECTED_TOKENS * min(samples[1])
     rows = sorted(samples)
     return LatencyCurve(rows, np.maximum.accumulate([float(np.median(samples[size])) for size in rows]))
@@ -216,9 +220,9 @@ def _measure_source(target: TargetModel, source: Source, target_ms: float) -> La
     (observation,) = target.prefill([prompt], source.drafter.wants)
     samples: dict[int, list[float]] = {}
     start = time.perf_counter()
-    for size in (1, 1, 8, 32, 1, 8, 32):
-        source.drafter.start(observation)
-        tree = _random_tree(size, target.vocab_size, rng)
+    source.drafter.start(observation)
+    for index, size in enumerate((1, 1, 8, 32, 1, 8, 32)):
+        tree = _random_tree(size, prompt, rng, root=int(prompt[index % len(prompt)]))  # seen before, it costs nothing
         positions = np.arange(max(0, size - source.width), size)
         request = DraftRequest(
             tree, positions, source.branching, len(positions) * source.branching, int(tree.depth.max()) + 2,
@@ -229,7 +233,8 @@ def _measure_source(target: TargetModel, source: Source, target_ms: float) -> La
             source.drafter.draft(request)
         except Exception:
             break  # a drafter that fails here is reported in the request, by name
-        samples.setdefault(max(source.drafter.num_rows, 1), []).append((time.perf_counter() - begin) * 1e3)
+        if index:  # the first call takes in the prompt
+            samples.setdefault(max(source.drafter.num_rows, 1), []).append((time.perf_counter() - begin) * 1e3)
         if (time.perf_counter() - start) * 1e3 > MAX_SHARE * EXPECTED_TOKENS * target_ms:
             break
     source.drafter.stop()

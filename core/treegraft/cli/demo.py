@@ -17,20 +17,22 @@ from treegraft.registry import packaged_registry
 
 SHOWN = "treegraft"
 ARMS = (REFERENCE, "all_small", "all_middle", SHOWN)
+DRAWN = "treegraft_fixed"  # whose middle is sure to come back to a tree that has grown without it
 MIDDLE = "middle"
 
 PROMPTS = (
-    '''import os
+    """    def _read_chunk(self, size):
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError("file ended inside a chunk")
+        return data
 
-
-class Folder:
-    """A folder and the files below it."""
-
-    def __init__(self, path, pattern=None):
-        self.path = path
-        self.pattern = pattern
-
-    def files(self):
+    def _write_chunk(self, data):
+""",
+    '''def split_path(path):
+    """Split a path into its directory and its name."""
+    i = path.rfind("/") + 1
+    head, tail = path[:i], path[i:]
 ''',
     """class QueueTest(unittest.TestCase):
 
@@ -48,14 +50,6 @@ class Folder:
     Raise ValueError if there is no colon in the line.
     """
 ''',
-    """    def _read_chunk(self, size):
-        data = self._file.read(size)
-        if len(data) < size:
-            raise EOFError("file ended inside a chunk")
-        return data
-
-    def _write_chunk(self, data):
-""",
 )
 
 
@@ -74,20 +68,24 @@ FULL = Plan(shown_tokens=128, num_prompts=4, max_new_tokens=128, repeats=5, max_
 QUICK = Plan(shown_tokens=64, num_prompts=2, max_new_tokens=64, repeats=3, max_seconds=25)
 
 
-def load_arms(overrides: Sequence[str]) -> dict[str, Pipeline]:
-    """The compared pipelines, as treegraft ships them; they share the weights of their models."""
-    resolved = {name: resolve(name, overrides, registry=packaged_registry()) for name in ARMS}
+def load_pipelines(overrides: Sequence[str]) -> dict[str, Pipeline]:
+    """The pipelines of the demo, as treegraft ships them; they share the weights of their models."""
+    resolved = {name: resolve(name, overrides, registry=packaged_registry()) for name in (*ARMS, DRAWN)}
     return {name: build(pipeline) for name, pipeline in resolved.items()}
 
 
 def show_completion(console: Console, pipeline: Pipeline, max_new_tokens: int) -> None:
-    """Stream a completion in colours, say who proposed its tokens, and draw the round that shows most."""
+    """Stream a completion in colours, and say who proposed how many of its tokens."""
     palette = Palette.of(pipeline.sources)
     records = stream_in_colours(console, pipeline, PROMPTS[0], max_new_tokens)
     counts = Counter(palette.name(source) for record in records for source in proposers(record))
     console.print()
     console.print("Proposed by:", palette.legend({name: counts[name] for name in [*palette.names.values(), TARGET]}))
-    console.print()
+
+
+def show_tree(console: Console, pipeline: Pipeline, max_new_tokens: int) -> None:
+    """Draw the round of the same completion whose tree shows most."""
+    records = list(pipeline.rounds(PROMPTS[0], max_new_tokens))
     record = most_telling(records)
     console.print(round_tree(record, records.index(record) + 1, pipeline))
 
@@ -114,12 +112,17 @@ def demo(quick: bool, overrides: tuple[str, ...]) -> None:
     if not overrides:
         torch.set_num_threads(1)  # the embedded models are too small to be shared among threads
     with quiet():
-        pipelines = load_arms(overrides)
-        console.rule("A completion, by who proposed each token")
+        pipelines = load_pipelines(overrides)
+        console.rule(f"A completion by {SHOWN}")
         show_completion(console, pipelines[SHOWN], plan.shown_tokens)
-        console.rule("The same text, faster?")
-        with console.status("decoding with each pipeline in turn"):
-            arms = compare(pipelines, PROMPTS[: plan.num_prompts], plan.max_new_tokens, plan.repeats, plan.max_seconds)
+        console.rule(f"A draft tree of {DRAWN}")
+        show_tree(console, pipelines[DRAWN], plan.shown_tokens)
+        console.rule("The same text, faster")
+        with console.status("each pipeline in turn ..."):
+            arms = compare(
+                {name: pipelines[name] for name in ARMS}, PROMPTS[: plan.num_prompts], plan.max_new_tokens,
+                plan.repeats, plan.max_seconds,
+            )  # fmt: skip
     console.print(comparison_table(arms, MIDDLE))
     different = [name for name, arm in arms.items() if not arm.same_as(arms[REFERENCE])]
     if different:

@@ -124,7 +124,8 @@ class _RoundDrawing:
             branch.add(Text.assemble(repr(self.decode(rest)), f"  {len(rest)} more ", ("accepted", "bold")))
         else:
             self.draw_children(row, None, branch)
-        return Group(Text(f"Round {number}, by {steps}: {self.counts()}"), drawing)
+        key = Text("token  path score (nats)  who proposed it  what became of it", style="dim")
+        return Group(Text(f"Round {number}, steps by {steps}:"), Text(self.counts()), key, drawing)
 
     def counts(self) -> str:
         facts = {
@@ -164,7 +165,7 @@ class _RoundDrawing:
         return not _is_rescored(self.tree)[row], -float(self.tree.path_score[row])
 
     def label(self, row: int) -> Text:
-        """`'token' -0.31 small, rescored by middle: accepted`"""
+        """`'token'  -0.31  small, rescored by middle  accepted`"""
         tree = self.tree
         proposer, scorer = (self.palette.name(int(column[row])) for column in (tree.source, tree.scorer))
         label = Text.assemble(

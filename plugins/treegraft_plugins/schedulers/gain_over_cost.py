@@ -4,9 +4,8 @@ import attrs
 import numpy as np
 
 from treegraft.interfaces import RoundState, Scheduler, Source
+from treegraft.statistics import OptionStats
 from treegraft_plugins.options import number, whole
-
-HALF = 0.5  # of an estimated gain, for each step between an option never tried and the one it is estimated from
 
 
 @attrs.frozen
@@ -14,7 +13,9 @@ class GainOverCostScheduler(Scheduler):
     """Call source s at step t when its average gain there exceeds what its time could earn otherwise. No fitting.
 
     The gain is the growth of the tree's worth (`treegraft.statistics.best_budget`: expected accepted tokens of the
-    best nodes, their verification paid for). The time's worth is the request's own rate of emitted tokens per ms.
+    best nodes, their verification paid for): its average for each unit of probability mass drafted below, times the
+    mass that the source finds in this tree. Rounds after an acceptance are averaged apart from the others: what can
+    be guessed comes in runs. The time's worth is the request's own rate of emitted tokens per ms.
     Among several sources the one with the greatest surplus is called; where none has any, growth stops, before the
     first step for the whole round.
 
@@ -23,14 +24,12 @@ class GainOverCostScheduler(Scheduler):
 
     Args:
         first_rounds: rounds of trying.
-        probe_every: rounds after which an option not taken is probed, at the earliest.
         probe_share: most of the time that all probes together may take.
 
     Source: TreeGraft asks when to call; this rule is treegraft's own.
     """
 
-    first_rounds: int = attrs.field(default=4, validator=whole(0))
-    probe_every: int = attrs.field(default=32, validator=whole(1))
+    first_rounds: int = attrs.field(default=2, validator=whole(0))
     probe_share: float = attrs.field(default=0.03, validator=number(0.0))
 
     def decide(self, state: RoundState) -> str | None:
@@ -56,21 +55,28 @@ class GainOverCostScheduler(Scheduler):
 
     def _expected(self, state: RoundState, source: Source, step: int) -> tuple[float, float]:
         """Expected gain (tokens) and latency (ms) of calling `source` at `step`."""
-        options, costs = state.statistics.acceptance.options, state.statistics.costs
-        tried = [at for at in range(state.limits.steps) if (source.name, at) in options]
-        if not tried:
-            return 0.0, float(costs.source_ms(source.name, source.width))
-        nearest = min(tried, key=lambda at: (abs(at - step), at))
-        option = options[source.name, nearest]
-        scale = HALF ** max(step - nearest, 0)
-        return option.gain * scale, float(costs.source_ms(source.name, np.rint(option.num_rows)))
+        costs, hot = state.statistics.costs, state.statistics.acceptance.is_hot
+        tried = [
+            (other_hot != hot, abs(other_step - step), other_step, option)
+            for (name, other_step, other_hot), option in state.statistics.acceptance.options.items()
+            if name == source.name
+        ]
+        option = min(tried, key=lambda row: row[:3])[-1] if tried else OptionStats(num_rows=source.width)
+        cost_ms = float(costs.source_ms(source.name, np.rint(option.num_rows)))
+        return (option.gain * _mass(state, source) if option.gain > 0 else 0.0), cost_ms
 
     def _due(self, state: RoundState, source: Source, step: int) -> bool:
-        """Whether this option was left out for so long that a probe is within the share of time for probes."""
+        """Whether this option was left out for so long that a probe is within its share of the time."""
         acceptance = state.statistics.acceptance
-        option = acceptance.options.get((source.name, step))
-        last_round = option.last_round if option is not None else self.first_rounds
+        option = acceptance.options.get((source.name, step, acceptance.is_hot))
+        waited = acceptance.num_rounds - (option.last_round if option is not None else 0)
         _, cost_ms = self._expected(state, source, step)
-        num_options = len(state.sources) * state.limits.steps
-        affordable = cost_ms * num_options / max(self.probe_share * acceptance.round_ms, 1e-9)
-        return acceptance.num_rounds - last_round >= max(self.probe_every, affordable)
+        # Halved from step to step, so that the shares of all steps add up to no more than the whole.
+        share = self.probe_share / (len(state.sources) * 2.0 ** (step + 1))
+        return waited * share * acceptance.round_ms >= cost_ms
+
+
+def _mass(state: RoundState, source: Source) -> float:
+    """Probability mass of the nodes that `source` would draft below in the tree so far."""
+    scores = state.tree.path_score[source.selector.candidates(state.tree, source)]
+    return float(np.exp(np.sort(scores)[-source.width :]).sum())
