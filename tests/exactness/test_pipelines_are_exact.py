@@ -67,7 +67,7 @@ def test_every_pipeline_of_the_registry(name):
     """Any target, any drafter, narrow trees and wide ones, with and without temperature and top-p."""
     total = 0.0
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         nonlocal total
@@ -93,26 +93,26 @@ def test_pipelines_as_the_registry_writes_them(name):
     assert accepted_by_exact(pipeline) > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pipelines(), OPTIONS)
 def test_any_schedule_policy_selector_and_size(pipeline, options):
     accepted_by_exact(pipeline, options)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pipelines(target=MarkovTarget(markov_table(3, 2, seed=5))))
 def test_any_such_pipeline_accepts_something(pipeline):
     """The strategy is not empty: where every token is possible, each of its pipelines accepts now and then."""
     assert accepted_by_exact(pipeline) > 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pipelines("treegraft"))
 def test_any_schedule_with_the_ngram_drafter(pipeline):
     accepted_by_exact(pipeline)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(pipelines(), st.sets(st.integers(0, 2), min_size=1, max_size=2))
 def test_with_eos(pipeline, eos_ids):
     """Outputs that end early have their probability too."""
@@ -133,7 +133,7 @@ class HistoryTarget(MarkovTarget):
         return attrs.evolve(rules, processors=processors, stateless=False, criteria=(twice,))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_with_processors_that_read_the_history(data):
     """They see the true prefix of every token, inside a block and across blocks."""
@@ -141,7 +141,7 @@ def test_with_processors_that_read_the_history(data):
     accepted_by_exact(data.draw(pipelines(target=target)), data.draw(OPTIONS), [0, 1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(pipelines(), st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_sampled_output_is_that_of_plain_decoding_with_the_same_seed(pipeline, seed, temperature):
     """Token for token, whatever the drafters, the tree and the schedule."""
