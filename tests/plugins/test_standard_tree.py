@@ -30,19 +30,25 @@ def chain(root: int, path: Path) -> DraftTree:
 
 
 def standard_tree(drafter, committed: list[int], steps: int, width: int, branching: int, max_depth: int):
-    """{path: score} of the standard tree: at every step the `width` best of the newest nodes get their children."""
-    tree, newest = {(): 0.0}, [()]
+    """{path: score} of the standard tree: at every step the `width` best of the newest nodes get their children.
+
+    A drafter that finds nothing there has the rest of the newest nodes to try next, and then any leaf.
+    """
+    tree, newest, expanded = {(): 0.0}, [()], set()
     for _ in range(steps):
-        best = sorted((path for path in newest if len(path) < max_depth), key=lambda path: -tree[path])[:width]
-        newest = []
+        open_paths = [path for path in tree if path not in expanded and len(path) < max_depth]
+        pool = [path for path in open_paths if path in newest]
+        pool = pool or [path for path in open_paths if not any(other[:-1] == path for other in tree if other)]
+        best = sorted(pool, key=lambda path: (-tree[path], len(path)))[:width]
+        created = []
         for path in best:
             asked = request(committed, chain(committed[-1], path), [len(path)], branching, max_depth=max_depth)
             expansion = drafter.draft(asked)
             for token, log_prob in zip(expansion.token.tolist(), expansion.log_prob.tolist(), strict=True):
-                newest.append((*path, token))
+                created.append((*path, token))
                 tree[(*path, token)] = tree[path] + log_prob
-        if not newest:
-            break
+        expanded.update(best)
+        newest = created or newest
     return tree
 
 
@@ -87,7 +93,7 @@ def test_the_endpoints_grow_the_standard_tree(name, table, other, steps, width, 
 
 
 def test_the_endpoints_tree_is_full_at_the_registrys_sizes():
-    """410 nodes: 10 below the root, 100 in each later step; and chains, if any, come on top."""
+    """410 nodes: 10 below the root, 100 in each later step."""
     table = np.random.default_rng(0).normal(size=(20, 20, 20))
     models = {"target": MarkovTarget(table), "middle": TableDrafter(table)}
     pipeline = treegraft.load("all_middle", *EXACT, "budget={use: fixed, verify_nodes: 63}", models=models)
