@@ -88,7 +88,7 @@ def test_show_tells_on_stderr_what_failed_to_load(invoke, monkeypatch):
         (["show", "two", "stepz=3", *TOY_OPTIONS], 2, "ComposeError: pipelines.two.stepz: no key named 'stepz'."),
         (["show", "two", "steps", *TOY_OPTIONS], 2, "ComposeError: override 'steps'"),
         (["show", "two", "--registry", "nowhere.yaml"], 2, "ComposeError: nowhere.yaml: no such file"),
-        (["show", "two", "--plugin", "nowhere"], 1, "PluginError: plugin 'nowhere': cannot be imported"),
+        (["show", "two", "--plugin", "nowhere"], 2, "PluginError: plugin 'nowhere': cannot be imported"),
         (["show"], 2, "Missing argument 'PIPELINE'"),
         (["show", "two", "--colour"], 2, "No such option"),
         (["shwo"], 2, "No such command 'shwo'"),

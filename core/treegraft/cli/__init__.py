@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from treegraft.errors import ComposeError, RequestError, TreeGraftError
+from treegraft.errors import ComposeError, PluginError, RequestError, TreeGraftError
 
 COMMANDS = ("demo", "run", "show", "plugins")
-BAD_USE = (ComposeError, RequestError)
+BAD_USE = (ComposeError, RequestError, PluginError)  # a PluginError is about --plugin: others are kept and listed
 
 
 def _set_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
