@@ -1,5 +1,7 @@
 """Random trees, and what plain forwards of whole sequences say about them."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -39,3 +41,12 @@ def last_logits(model: PreTrainedModel, tokens: Ints) -> torch.Tensor:
 def leaf_path(tree: DraftTree, rng: np.random.Generator) -> Ints:
     """Rows below the root, down to a random one of the last leaves: seldom the first branch."""
     return np.array(tree.path(int(rng.choice(np.flatnonzero(tree.leaves())[-3:])))[1:], np.int64)
+
+
+def generated(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, **options: Any) -> list[int]:
+    """The new tokens of transformers' own greedy generation."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, **options
+    )
+    return output[0, len(prompt) :].tolist()
