@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treegraft.tree import Floats, Ints
 
@@ -100,7 +101,7 @@ class NGramIndex:
             earlier[ends + n - 1, n - 1] = sources + n - 1
             hashed = (hashed[n > 1 :] ^ (text[: size - n + 1] + 1).astype(np.uint64)) * np.uint64(_MULTIPLIER)
             _place(latest, hashed[lasts] >> np.uint64(self._shift), (lasts + n - 1) * max_n + n - 1)
-        self.earlier, self._latest = memoryview(earlier.reshape(-1)), memoryview(latest)
+        self.earlier, self._latest = earlier.reshape(-1).data, latest.data  # memoryviews: fast to read one by one
 
 
 def _links(group: Ints) -> tuple[Ints, Ints, Ints]:
@@ -145,7 +146,7 @@ class TopTokens:
             self._ids[begin : self._size, :width] = ids[:, :width]
             self._probs[begin : self._size, :width] = np.exp(log_probs[:, :width])
 
-    def after(self, positions: Sequence[int]) -> tuple[Ints, Floats]:
+    def after(self, positions: Sequence[int]) -> tuple[Ints, NDArray[np.float32]]:
         """ids and probabilities [P, K] of the best tokens after each position."""
         rows = np.fromiter(positions, np.intp, len(positions))
         return self._ids[rows], self._probs[rows]
