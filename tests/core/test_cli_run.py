@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import treegraft
 from treegraft.cli import main
+from treegraft.cli.embedded import spare_threads
 from treegraft.cli.report import JSON_KEYS
 from treegraft.cli.run import chat_prompt, read_prompt, template_arguments, with_defaults
 from treegraft.compose import resolve
@@ -198,6 +199,16 @@ def test_dtype_and_device_hold_for_models_that_do_not_say_their_own():
     assert with_defaults(unchanged, None, None).models == unchanged.models
     given = attrs.evolve(unchanged, models={"target": object()})
     assert with_defaults(given, "float32", "cpu").models == given.models
+
+
+def test_only_embedded_models_are_kept_to_one_thread(monkeypatch):
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    spare_threads(resolve("treegraft").models)
+    assert threads == [1]
+    spare_threads(resolve("plain", ["models.target=./mine"]).models)
+    spare_threads(resolve("plain", models={"target": object()}).models)
+    assert threads == [1]
 
 
 def test_half_precision_carries_its_note():

@@ -32,7 +32,7 @@ class Arm:
     @property
     def tokens_per_second(self) -> float:
         """New tokens over the sum of each prompt's median time."""
-        total_ms = sum(median(generation.latency_ms["total"] for generation in runs) for runs in self.runs)
+        total_ms: float = sum(median(generation.latency_ms["total"] for generation in runs) for runs in self.runs)
         return sum(len(generation.token_ids) for generation in self.last) / total_ms * 1e3
 
     def a_round(self, count: Callable[[Generation], float]) -> float:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import attrs
 import click
-import torch
 from rich.console import Console
 
 from treegraft.cli.comparison import REFERENCE, compare, comparison_table
 from treegraft.cli.drawing import TARGET, Palette, most_telling, proposers, round_tree, stream_in_colours
+from treegraft.cli.embedded import spare_threads
 from treegraft.cli.quiet import quiet
 from treegraft.compose import build, resolve
 from treegraft.pipeline import Pipeline
@@ -18,6 +18,7 @@ from treegraft.registry import packaged_registry
 SHOWN = "treegraft"
 ARMS = (REFERENCE, "all_small", "all_middle", SHOWN)
 DRAWN = "treegraft_fixed"  # whose middle is sure to come back to a tree that has grown without it
+SAME_EVERYWHERE = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")  # so that the same tree is drawn
 MIDDLE = "middle"
 
 PROMPTS = (
@@ -64,14 +65,16 @@ class Plan:
     max_seconds: float
 
 
-FULL = Plan(shown_tokens=128, num_prompts=4, max_new_tokens=128, repeats=5, max_seconds=120)
+FULL = Plan(shown_tokens=64, num_prompts=4, max_new_tokens=128, repeats=5, max_seconds=120)
 QUICK = Plan(shown_tokens=64, num_prompts=2, max_new_tokens=64, repeats=3, max_seconds=25)
 
 
 def load_pipelines(overrides: Sequence[str]) -> dict[str, Pipeline]:
     """The pipelines of the demo, as treegraft ships them; they share the weights of their models."""
-    resolved = {name: resolve(name, overrides, registry=packaged_registry()) for name in (*ARMS, DRAWN)}
-    return {name: build(pipeline) for name, pipeline in resolved.items()}
+    changes = {**dict.fromkeys(ARMS, overrides), DRAWN: (*overrides, *SAME_EVERYWHERE)}
+    resolved = [resolve(name, own, registry=packaged_registry()) for name, own in changes.items()]
+    spare_threads(resolved[-1].models)
+    return {pipeline.name: build(pipeline) for pipeline in resolved}
 
 
 def show_completion(console: Console, pipeline: Pipeline, max_new_tokens: int) -> None:
@@ -109,8 +112,6 @@ def demo(quick: bool, overrides: tuple[str, ...]) -> None:
             raise click.UsageError(f"{text}: only models can be changed here; `treegraft run` takes any KEY=VALUE.")
     plan = QUICK if quick else FULL
     console = Console(highlight=False)
-    if not overrides:
-        torch.set_num_threads(1)  # the embedded models are too small to be shared among threads
     with quiet():
         pipelines = load_pipelines(overrides)
         console.rule(f"A completion by {SHOWN}")

@@ -157,7 +157,7 @@ class _RoundDrawing:
         hidden = [child for child in children if child not in shown]
         if hidden:
             num_pruned = int((~self.verified[hidden]).sum())
-            branch.add(Text(f"... {len(hidden)} more, {num_pruned} of them pruned", style="dim"))
+            branch.add(Text(f"and {len(hidden)} more, {num_pruned} of them pruned", style="dim"))
         return below
 
     def rank_aside(self, row: int) -> tuple[bool, float]:

@@ -41,7 +41,7 @@ def summary(generation: Generation, sampled: bool) -> str:
 
 
 def time_shares(latency_ms: Mapping[str, Any]) -> dict[str, float]:
-    """Shares of the total time by part, the sources among them, the largest first."""
-    parts = {name: ms for name, ms in latency_ms.items() if name not in ("sources", "total")} | latency_ms["sources"]
+    """Shares of the total time by part, the sources among them."""
+    own = {name: ms for name, ms in latency_ms.items() if name not in ("sources", "total")}
     total = latency_ms["total"] or 1.0
-    return {part: ms / total for part, ms in sorted(parts.items(), key=lambda item: -item[1])}
+    return {part: ms / total for part, ms in (own | latency_ms["sources"]).items()}

@@ -10,6 +10,7 @@ import attrs
 import click
 from omegaconf import OmegaConf
 
+from treegraft.cli.embedded import spare_threads
 from treegraft.cli.options import pipeline_options, resolve_options
 from treegraft.cli.quiet import quiet
 from treegraft.cli.report import as_json, summary
@@ -88,8 +89,9 @@ def run(
     arguments = template_arguments(template)
     text = read_prompt(prompt, prompt_file)
     with quiet():
-        resolved = resolve_options(pipeline, overrides, registry, modules)
-        built = build(with_defaults(resolved, dtype, device))
+        resolved = with_defaults(resolve_options(pipeline, overrides, registry, modules), dtype, device)
+        spare_threads(resolved.models)
+        built = build(resolved)
         question = chat_prompt(built.tokenizer, text, system, arguments) if chat else text
         if json_wanted:
             generation = built.generate(question, **sampling)
