@@ -58,6 +58,16 @@ def test_every_block_of_the_page_holds(page, workplace):
             assert block.file or block.language == "", f"{block.where}: nothing runs a block in {block.language!r}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    paths = re.findall(r"`((?:tests|benchmarks|tools)/[\w./]+)`", text)
+    assert links
+    for found in (*(page.parent / link for link in links), *(ROOT / path for path in paths)):
+        assert found.exists(), f"{page.name} points to {found}"
+
+
 def test_files_of_the_example_are_shown_as_they_are():
     shown = {block.file: block for block in blocks(ROOT / "docs" / "drafters.md") if block.file}
     files = {path.name: path for path in EXAMPLE.rglob("*") if path.suffix in {".py", ".toml", ".yaml"}}

@@ -97,9 +97,9 @@ def show_tree(console: Console, pipeline: Pipeline, max_new_tokens: int) -> None
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs: within 60 s on two cores.")
 @click.argument("overrides", nargs=-1, metavar="[models.NAME=PATH]...")
 def demo(quick: bool, overrides: tuple[str, ...]) -> None:
-    """Show what treegraft does, on the embedded demo models or on your own.
+    """Show several drafters growing one tree, and what that brings.
 
-    A completion streamed in the colours of who proposed each token, one draft tree with what was rescored, pruned and
+    On the embedded models or on your own: a completion streamed in the colours of who proposed each token, one draft tree with what was rescored, pruned and
     accepted, and a comparison of plain decoding, each drafter alone, and both on one tree. Registry files of your own
     are ignored.
 

@@ -80,7 +80,9 @@ def run(
     json_wanted: bool,
     **sampling: Any,
 ) -> None:
-    """Continue a prompt with PIPELINE: the text to stdout as it comes, statistics to stderr.
+    """Continue a prompt with PIPELINE.
+
+    The text goes to stdout as it comes, statistics go to stderr.
 
     KEY=VALUE changes a part of the pipeline (steps=3, sources.middle.width=4) or a model (models.target=PATH).
     """
