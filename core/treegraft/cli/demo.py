@@ -99,9 +99,9 @@ def show_tree(console: Console, pipeline: Pipeline, max_new_tokens: int) -> None
 def demo(quick: bool, overrides: tuple[str, ...]) -> None:
     """Show several drafters growing one tree, and what that brings.
 
-    On the embedded models or on your own: a completion streamed in the colours of who proposed each token, one draft tree with what was rescored, pruned and
-    accepted, and a comparison of plain decoding, each drafter alone, and both on one tree. Registry files of your own
-    are ignored.
+    On the embedded models or on your own: a completion streamed in the colours of who proposed each token, one
+    draft tree with what was rescored, pruned and accepted, and a comparison of plain decoding, each drafter alone,
+    and both on one tree. Registry files of your own are ignored.
 
     \b
     treegraft demo --quick
