@@ -144,8 +144,9 @@ def copied(record: RoundRecord) -> int:
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of one temperature."""
-    head = "| arm | tokens/s | ratio to plain (range) | emitted | accepted | verified | copied | tok/modelled ms | calls | same text |"
-    lines = [f"temperature {result['temperature']:g}", "", head, "| --- " * 10 + "|"]
+    columns = ("arm", "tokens/s", "ratio to plain (range)", "emitted", "accepted", "verified", "copied",
+               "tokens/modelled ms", "calls", "same text")  # fmt: skip
+    lines = [f"temperature {result['temperature']:g}", "", f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for arm in result["arms"]:
         low, high = arm["ratio_range"]
         calls = ", ".join(f"{name} {calls}" for name, calls in arm["source_calls"].items()) or "-"

@@ -1,6 +1,6 @@
 """A real pair against transformers' own arms: greedy, chat prompts, float32, interleaved per prompt, resumable.
 
-    python benchmarks/real.py --target FOLDER --middle FOLDER --prompts FILE [--limit 10] [--max-new-tokens 96] --out FILE
+    python benchmarks/real.py --target FOLDER --middle FOLDER --prompts FILE --out FILE [--limit 10]
 
 Every finished (prompt, arm) is a line of the output file at once; a second call with the same file goes on where the
 first stopped. The table is printed at the end: the median over prompts of each arm's ratio to plain, and whether every

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from treegraft.errors import InvariantError
 from treegraft.sampling import SamplingOptions, SamplingRules, Scores, TokenSampler
 from treegraft.statistics import AcceptanceStats, CostModel
 from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
@@ -102,6 +103,43 @@ class DraftRequest:
     def context(self, node: int) -> NDArray[np.int64]:
         """int64 [T + depth]: all tokens up to and including `node`'s."""
         return np.concatenate([self.committed, self.tree.token[self.tree.path(node)[1:]]])
+
+    def check(self, answer: "Expansion | Rescoring") -> None:
+        """Refuse an answer that breaks a rule, before it can reach the tree.
+
+        Raises:
+            InvariantError: naming the rule.
+        """
+        if isinstance(answer, Rescoring):
+            _require(bool((answer.log_prob <= 0).all()), "D4 rescored log_prob finite and <= 0")
+            return
+        _require(isinstance(answer, Expansion), "draft returns an Expansion")
+        anchor, token, log_prob = answer.anchor, answer.token, answer.log_prob
+        size = len(anchor)
+        _require(size == len(token) == len(log_prob), "anchor, token and log_prob of one length")
+        if not size:
+            return
+        # Anchors as places in [proposals reversed ; tree rows], so that one look-up serves both kinds.
+        allowed = np.zeros(size + len(self.tree), dtype=np.bool_)
+        allowed[size + self.positions] = True
+        place = anchor + size
+        known = place.min() >= 0 and place.max() < len(allowed)
+        chained = np.flatnonzero(anchor < 0)
+        if known and len(chained):
+            known = bool((~anchor[chained] < chained).all())
+            allowed[:size] = True
+        _require(known and bool(allowed[place].all()), "D1 anchors: requested rows, earlier proposals")
+        _require(token.min() >= 0 and token.max() < self.vocab_size, "D2 tokens in [0, vocab_size)")
+        # Not a number fails either comparison.
+        _require(log_prob.max() <= 0 and log_prob.min() > -np.inf, "D4 log_prob finite and <= 0")
+        _require(size <= self.max_nodes, "D5 at most max_nodes proposals")
+        _require(np.bincount(place).max() <= self.branching, "D5 at most `branching` proposals a node")
+        _require(answer.depths(self.tree).max() <= self.max_depth, "D5 no proposal below max_depth")
+
+
+def _require(holds: "bool | np.bool_", rule: str) -> None:
+    if not holds:
+        raise InvariantError("Drafter", "an answer that breaks a rule", f"Rule: {rule}.")
 
 
 @attrs.frozen(eq=False)

@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import attrs
 import numpy as np
 
-from treegraft.errors import InvariantError
 from treegraft.interfaces import (
     BudgetPolicy,
     DraftRequest,
@@ -25,8 +23,8 @@ from treegraft.interfaces import (
     Verifier,
     Wants,
 )
+from treegraft.learn import learn
 from treegraft.sampling import Scores, TokenSampler
-from treegraft.statistics import MIN_MASS, best_budget
 from treegraft.tree import DraftTree, Expansion, Ints
 
 
@@ -102,7 +100,8 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     laps.lap("commit")
     _observe(parts.wants, request, scores, pruned, verdict, laps)
     tokens = tuple(sampler.emitted[num_before:])
-    _learn(state, pruned, verdict, tokens, laps)
+    learn(state, pruned, verdict, tokens, laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"])
+    laps.lap("learn")
     return RoundRecord(state, budget, pruned, verdict, tokens, laps.ms, laps.source_ms)
 
 
@@ -154,7 +153,7 @@ def _draft_step(
         laps.lap("build")
         rescoring = drafter.rescore(tree, candidates, question)
         own_ms += laps.source_lap(source.name)
-        _require(bool(np.all(rescoring.log_prob <= 0)), source, "rescored log_prob finite and <= 0")
+        question.check(rescoring)
         edges = acceptance.calibrated(source.index, rescoring.log_prob, tree.depth[rescoring.rows])
         tree = tree.rescored(rescoring.rows, edges, source.index, source.overrules)
         candidates, rescored, num_rows = rescoring.processed, rescoring.rows, drafter.num_rows
@@ -165,12 +164,10 @@ def _draft_step(
     expansion = drafter.draft(question)
     own_ms += laps.source_lap(source.name)
     num_rows = max(num_rows, drafter.num_rows)
-    _check_expansion(expansion, question, source)
+    question.check(expansion)
     edges = acceptance.calibrated(source.index, expansion.log_prob, expansion.depths(tree))
     expansion = attrs.evolve(expansion, log_prob=edges)
     grown = source.graft_policy.graft(tree, expansion, source)
-    own_depth = grown.depth[grown.step == tree.num_steps - 1]  # others may reach beyond this drafter's context
-    _require(own_depth.max(initial=0) <= question.max_depth, source, "D5 no proposal below max_depth")
     return StepRecord(source.name, state.tree, grown, question.positions, expansion, rescored, num_rows, own_ms)
 
 
@@ -210,36 +207,6 @@ def _candidates(source: Source, state: RoundState) -> Ints:
     return rows
 
 
-def _check_expansion(expansion: Any, request: DraftRequest, source: Source) -> None:
-    """Refuse an expansion that breaks a rule, before it can reach the tree."""
-    _require(isinstance(expansion, Expansion), source, "draft returns an Expansion")
-    anchor, token, log_prob = expansion.anchor, expansion.token, expansion.log_prob
-    size = len(anchor)
-    _require(size == len(token) == len(log_prob), source, "anchor, token and log_prob of one length")
-    if not size:
-        return
-    # Anchors as places in [proposals reversed ; tree rows], so that one look-up serves both kinds.
-    allowed = np.zeros(size + len(request.tree), dtype=np.bool_)
-    allowed[size + request.positions] = True
-    place = anchor + size
-    known = place.min() >= 0 and place.max() < len(allowed)
-    later = anchor[anchor < 0] if known else anchor[:0]
-    if len(later):
-        known = bool((~later < np.flatnonzero(anchor < 0)).all())
-        allowed[:size] = True
-    _require(known and bool(allowed[place].all()), source, "D1 anchors: requested rows, earlier proposals")
-    _require(token.min() >= 0 and token.max() < request.vocab_size, source, "D2 tokens in [0, vocab_size)")
-    # Not a number fails either comparison.
-    _require(log_prob.max() <= 0 and log_prob.min() > -np.inf, source, "D4 log_prob finite and <= 0")
-    _require(size <= request.max_nodes, source, "D5 at most max_nodes proposals")
-    _require(np.bincount(place).max() <= request.branching, source, "D5 at most `branching` proposals a node")
-
-
-def _require(holds: bool | np.bool_, source: Source, rule: str) -> None:
-    if not holds:
-        raise InvariantError(f"sources.{source.name}", "its drafter broke a rule", f"Rule: {rule}.")
-
-
 def _observe(wants: Wants, request: Request, scores: Scores, pruned: DraftTree, verdict: Verdict, laps: Laps) -> None:
     """Tell the drafters which tokens passed through the target, and what it said after each."""
     if not request.sources:
@@ -267,45 +234,3 @@ def narrowed(seen: Observation, wants: Wants, own: Wants) -> Observation:
         top_log_probs=seen.top_log_probs[:, : own.num_top] if own.num_top and seen.top_log_probs is not None else None,
         hidden=seen.hidden[:, keep] if keep and seen.hidden is not None else None,
     )
-
-
-def _learn(state: RoundState, pruned: DraftTree, verdict: Verdict, tokens: tuple[int, ...], laps: Laps) -> None:
-    """Update the statistics: costs from the clock, calibration and gains from what the target chose."""
-    costs, acceptance = state.statistics.costs, state.statistics.acceptance
-    spent_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
-    costs.record_target(len(pruned), state.position, spent_ms)
-    target_ms = costs.target_ms(np.arange(1, state.limits.verify_nodes + 2), state.position)
-    modelled_ms = float(target_ms[len(pruned) - 1])
-    rate = state.statistics.rate(state.position)
-    worth = -rate * float(target_ms[0])  # of the root alone
-    for number, step in enumerate(state.steps):
-        if not len(step.positions):
-            continue
-        modelled_ms += float(costs.source_ms(step.source, step.num_rows))
-        before, worth = worth, best_budget(step.tree.path_score, rate, target_ms)[1]
-        mass = float(np.exp(step.tree_before.path_score[step.positions]).sum())
-        acceptance.learn_step(step.source, number, (worth - before) / max(mass, MIN_MASS), step.num_rows)
-    _learn_edges(state, tokens)
-    acceptance.learn_round(len(tokens), len(verdict.path), len(pruned) - 1, modelled_ms)
-    laps.lap("learn")
-
-
-def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
-    """Label the children of every node on the emitted path: did the target choose them?"""
-    tree, acceptance = state.tree, state.statistics.acceptance
-    parent, drafted = tree.parent.tolist(), tree.token.tolist()
-    next_token = {0: tokens[0]}  # by row on the emitted path
-    rows: list[int] = []
-    labels: list[bool] = []
-    # Children come after their parents, so that one pass follows the path.
-    for row in range(1, len(parent)):
-        if parent[row] in next_token:
-            chosen = drafted[row] == next_token[parent[row]]
-            rows.append(row)
-            labels.append(chosen)
-            if chosen and tree.depth[row] < len(tokens):
-                next_token[row] = tokens[tree.depth[row]]
-    labelled, accepted = tree.nodes[rows], np.array(labels, dtype=np.bool_)
-    for scorer in set(labelled["scorer"].tolist()):
-        own = labelled["scorer"] == scorer
-        acceptance.learn_edges(scorer, labelled["edge_score"][own], labelled["depth"][own], accepted[own])

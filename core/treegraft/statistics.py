@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike
 
 from treegraft.tree import Floats, Ints
 
-MIN_MASS = 1e-3  # below so little probability mass, a gain says nothing about the drafter
 P_MIN = 1e-4  # probabilities are clipped to [P_MIN, 1 - P_MIN] before their logit is taken
 
 
@@ -214,7 +213,7 @@ class OptionStats:
         num_calls: how often it was called.
     """
 
-    gain: float = 1.0  # hopeful until proved wrong: gains are rare and large, and an option left out teaches nothing
+    gain: float = 1.0  # hopeful until tried: an option left out teaches nothing
     num_rows: float = 0.0
     last_round: int = 0
     num_calls: int = 0
@@ -270,9 +269,10 @@ class AcceptanceStats:
             num_rows: rows forwarded.
         """
         option = self.options.setdefault((source, step, self.is_hot), OptionStats())
-        option.gain += max(1.0 / (_PRIOR_CALLS + option.num_calls), _LEARN) * (gain - option.gain)
         option.num_calls += 1
-        option.num_rows += max(1.0 / option.num_calls, _LEARN) * (num_rows - option.num_rows)
+        rate = max(1.0 / option.num_calls, _LEARN)
+        option.gain += rate * (gain - option.gain)
+        option.num_rows += rate * (num_rows - option.num_rows)
         option.last_round = self.num_rounds
 
     def learn_round(self, num_emitted: int, num_accepted: int, num_verified: int, modelled_ms: float) -> None:
@@ -287,4 +287,3 @@ class AcceptanceStats:
 
 _KEEP = 0.95  # of emitted and ms, a round
 _LEARN = 0.1  # of a new gain, once there are enough
-_PRIOR_CALLS = 2  # that the hope an option begins with counts for

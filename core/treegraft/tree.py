@@ -364,7 +364,7 @@ class DraftTree:
                 "Allowed: a row of the tree, or ~i for the earlier proposal i.",
             )  # fmt: skip
         at = np.maximum(anchor, 0)
-        uid = child_uid(self.uid[at], token)
+        uid: NDArray[np.uint64] = child_uid(self.uid[at], token)
         for proposal in np.flatnonzero(anchor < 0).tolist():  # chains and subtrees, a link at a time
             above = ~int(anchor[proposal])
             uid[proposal] = child_uid(int(uid[above]), int(token[proposal]))

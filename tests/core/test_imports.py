@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 CORE, PLUGINS = ROOT / "core" / "treegraft", ROOT / "plugins" / "treegraft_plugins"
 
 LEVELS = (
-    ("errors",), ("tree",), ("mask", "sampling", "statistics"), ("interfaces",), ("verify",), ("round",), ("pipeline",),
+    ("errors",), ("tree",), ("mask", "sampling", "statistics"), ("interfaces",), ("verify",), ("learn",), ("round",), ("pipeline",),
     ("hookspecs",), ("plugins",), ("registry",), ("schema",), ("compose",), ("cli",),
 )  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from treegraft.errors import InvariantError
 from treegraft.testing.strategies import draft_trees, expansions
-from treegraft.tree import NODE, DEBUG_VARIABLE, DraftTree, Expansion, child_uid
+from treegraft.tree import DEBUG_VARIABLE, NODE, DraftTree, Expansion, child_uid
 
 FIRST, BOTH = [True, False], [True, True]
 

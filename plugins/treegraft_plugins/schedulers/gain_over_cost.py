@@ -5,7 +5,7 @@ import numpy as np
 
 from treegraft.interfaces import RoundState, Scheduler, Source
 from treegraft.statistics import OptionStats
-from treegraft_plugins.options import number, whole
+from treegraft_plugins.options import number
 
 
 @attrs.frozen
@@ -19,33 +19,26 @@ class GainOverCostScheduler(Scheduler):
     Among several sources the one with the greatest surplus is called; where none has any, growth stops, before the
     first step for the whole round.
 
-    The first rounds try, in turn, the strongest source at step 1 with the cheapest after it, and the cheapest alone.
-    Later an option not taken is probed now and then, so that no choice is absorbing.
+    An option never tried is expected to bring a token a unit of mass (optimism in the face of uncertainty); one given
+    up is probed now and then, so that no choice is absorbing.
 
     Args:
-        first_rounds: rounds of trying.
-        probe_share: most of the time that all probes together may take.
+        probe_share: most of the throughput that all probes together may cost.
 
     Source: TreeGraft asks when to call; this rule is treegraft's own.
     """
 
-    first_rounds: int = attrs.field(default=2, validator=whole(0))
     probe_share: float = attrs.field(default=0.03, validator=number(0.0))
 
     def decide(self, state: RoundState) -> str | None:
-        step, acceptance = len(state.steps), state.statistics.acceptance
+        step = len(state.steps)
         sources = list(state.sources.values())
-        strongest = max(sources, key=lambda source: source.rank)
-        cheapest = min(sources, key=lambda source: source.rank)
-        if acceptance.num_rounds < self.first_rounds:
-            strong_first = step == 0 and acceptance.num_rounds % 2 == 0
-            return strongest.name if strong_first else cheapest.name
         surplus = {source.name: self._surplus(state, source, step) for source in sources}
         best = max(surplus, key=lambda name: surplus[name])
-        for source in sources:
-            if source.name != best or surplus[best] <= 0:
-                if self._due(state, source, step):
-                    return source.name
+        most = max(surplus[best], 0.0)
+        for name in surplus:
+            if (name != best or not most) and self._due(state, name, step, lost=most - surplus[name]):
+                return name
         return best if surplus[best] > 0 else None
 
     def _surplus(self, state: RoundState, source: Source, step: int) -> float:
@@ -65,15 +58,14 @@ class GainOverCostScheduler(Scheduler):
         cost_ms = float(costs.source_ms(source.name, np.rint(option.num_rows)))
         return (option.gain * _mass(state, source) if option.gain > 0 else 0.0), cost_ms
 
-    def _due(self, state: RoundState, source: Source, step: int) -> bool:
-        """Whether this option was left out for so long that a probe is within its share of the time."""
+    def _due(self, state: RoundState, name: str, step: int, lost: float) -> bool:
+        """Whether this option was left out for so long that a probe, which loses so many tokens, is affordable."""
         acceptance = state.statistics.acceptance
-        option = acceptance.options.get((source.name, step, acceptance.is_hot))
+        option = acceptance.options.get((name, step, acceptance.is_hot))
         waited = acceptance.num_rounds - (option.last_round if option is not None else 0)
-        _, cost_ms = self._expected(state, source, step)
         # Halved from step to step, so that the shares of all steps add up to no more than the whole.
         share = self.probe_share / (len(state.sources) * 2.0 ** (step + 1))
-        return waited * share * acceptance.round_ms >= cost_ms
+        return lost <= waited * share * acceptance.round_ms * state.statistics.rate(state.position)
 
 
 def _mass(state: RoundState, source: Source) -> float:

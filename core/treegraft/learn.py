@@ -1,0 +1,75 @@
+"""What a finished round teaches: costs from the clock, calibration and gains from what the target chose."""
+
+import numpy as np
+
+from treegraft.interfaces import RoundState, Verdict
+from treegraft.statistics import best_budget
+from treegraft.tree import DraftTree, Floats
+
+MIN_MASS = 1e-3  # below so little probability mass, a gain says nothing about the drafter
+
+
+def learn(
+    state: RoundState, pruned: DraftTree, verdict: Verdict, tokens: tuple[int, ...], verification_ms: float
+) -> None:
+    """Update the pipeline's statistics.
+
+    Args:
+        state: the round's last state.
+        pruned: the tree that was verified.
+        verdict: what became of it.
+        tokens: what was emitted.
+        verification_ms: measured latency of all that was not drafting (ms).
+    """
+    costs, acceptance = state.statistics.costs, state.statistics.acceptance
+    costs.record_target(len(pruned), state.position, verification_ms)
+    target_ms = costs.target_ms(np.arange(1, state.limits.verify_nodes + 2), state.position)
+    rate = state.statistics.rate(state.position)
+    modelled_ms = float(target_ms[len(pruned) - 1])
+    worth = -rate * float(target_ms[0])  # of the root alone
+    for number, step in enumerate(state.steps):
+        if not len(step.positions):
+            continue
+        modelled_ms += float(costs.source_ms(step.source, step.num_rows))
+        before, worth = worth, _worth(step.tree, tokens, rate, target_ms)
+        mass = float(np.exp(step.tree_before.path_score[step.positions]).sum())
+        acceptance.learn_step(step.source, number, (worth - before) / max(mass, MIN_MASS), step.num_rows)
+    _learn_edges(state, tokens)
+    acceptance.learn_round(len(tokens), len(verdict.path), len(pruned) - 1, modelled_ms)
+
+
+def _worth(tree: DraftTree, tokens: tuple[int, ...], rate: float, target_ms: Floats) -> float:
+    """What verifying the best nodes of a step's tree was worth (tokens): half as expected, half as it came out.
+
+    Expectations vary little but favour hopeful drafters over those that correct them; outcomes are fair but vary.
+    """
+    budget, expected = best_budget(tree.path_score, rate, target_ms)
+    chosen = set(tree.ranked()[: budget + 1].tolist())
+    row = num_accepted = 0
+    for token in tokens:
+        child = tree.child(row, token)
+        if child is None or child not in chosen:
+            break
+        row, num_accepted = child, num_accepted + 1
+    return 0.5 * expected + 0.5 * (num_accepted - rate * float(target_ms[budget]))
+
+
+def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
+    """Label the children of every node on the emitted path: did the target choose them?"""
+    tree, acceptance = state.tree, state.statistics.acceptance
+    parent, drafted = tree.parent.tolist(), tree.token.tolist()
+    next_token = {0: tokens[0]}  # by row on the emitted path
+    rows: list[int] = []
+    labels: list[bool] = []
+    # Children come after their parents, so that one pass follows the path.
+    for row in range(1, len(parent)):
+        if parent[row] in next_token:
+            chosen = drafted[row] == next_token[parent[row]]
+            rows.append(row)
+            labels.append(chosen)
+            if chosen and tree.depth[row] < len(tokens):
+                next_token[row] = tokens[tree.depth[row]]
+    labelled, accepted = tree.nodes[rows], np.array(labels, dtype=np.bool_)
+    for scorer in set(labelled["scorer"].tolist()):
+        own = labelled["scorer"] == scorer
+        acceptance.learn_edges(scorer, labelled["edge_score"][own], labelled["depth"][own], accepted[own])
