@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -9,3 +10,11 @@ torch.set_num_threads(1)
 # No test may fail because the machine is busy.
 settings.register_profile("treegraft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("treegraft")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def measurements_of_their_own(tmp_path_factory):
+    """Cost measurements of a test run stay in it: neither read from nor left in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TREEGRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -126,7 +126,8 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
         step = step or _idle_step(name, state.tree)  # a step that adds nothing still counts as one
         state = attrs.evolve(state, tree=step.tree, steps=(*state.steps, step))
         laps.lap("build")
-        if len(step.positions):
+        # The first round may take in the prompt, which no later one does.
+        if len(step.positions) and state.statistics.acceptance.has_tried(name):
             state.statistics.costs.record_source(name, step.num_rows, (laps.now - begin) * 1e3)
     return state
 

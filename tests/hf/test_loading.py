@@ -205,3 +205,16 @@ def test_a_missing_package_names_the_extra(extra, package, tmp_path, monkeypatch
 def test_something_else_than_a_model_is_refused():
     with pytest.raises(ModelError, match="a str"):
         load_causal_lm("demo:target")
+
+
+def test_latencies_are_kept_apart_for_models_dtypes_and_rescore_limits():
+    from treegraft_plugins.hf.drafter import HFCausalLMDrafter
+    from treegraft_plugins.hf.engine import latency_identity
+
+    target, _ = load_causal_lm(ModelSpec("demo:target"))
+    double, _ = load_causal_lm(ModelSpec("demo:target", dtype="float64"))
+    middle, _ = load_causal_lm(ModelSpec("demo:middle"))
+    identities = {latency_identity(model) for model in (target, double, middle)}
+    drafters = {HFCausalLMDrafter(model=middle, rescore_limit=limit).identity for limit in (None, 16, 32)}
+    assert len(identities | drafters) == 6
+    assert latency_identity(target) == latency_identity(target)

@@ -74,6 +74,8 @@ class NGramDrafter(Drafter):
         if self.max_n == 1 and not self.fallback:
             raise ValueError("max_n: got 1 with fallback off, which matches nothing; allowed: an int >= 2 with it off.")
         self.wants = Wants(num_top=self.num_top if self.mode != "copy" else 0)
+        options = (self.max_n, self.num_top, self.max_matches, self.mode, self.chain_factor, self.chain_max)
+        self.identity = f"ngram {options}"
         self._forget()
 
     def start(self, observation: Observation) -> None:

@@ -13,7 +13,7 @@ from treegraft.errors import ModelError
 from treegraft.interfaces import Drafter, DraftRequest, ModelSpec, Observation, Rescoring, TargetModel, Wants
 from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints, child_uid
 from treegraft_plugins import options
-from treegraft_plugins.hf.engine import TreeEngine
+from treegraft_plugins.hf.engine import TreeEngine, latency_identity
 from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved
 
@@ -113,6 +113,7 @@ class HFCausalLMDrafter(Drafter):
         if self.self_check:
             check_trees(self._engine)
         self.max_length = self._engine.max_length
+        self.identity = f"hf_causal_lm {self.rescore_limit} {latency_identity(model)}"
         self._num_shared_tokens = self._engine.vocab_size
         self._round = _Round()
 

@@ -1,11 +1,14 @@
 """A causal LM over a slot-addressed cache: committed tokens first, then tree nodes in the order they were forwarded."""
 
+import hashlib
 import inspect
+import platform
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from treegraft.interfaces import Observation, Wants
@@ -15,6 +18,16 @@ from treegraft_plugins.hf.cache import SlotCache
 from treegraft_plugins.hf.masks import MaskLayout
 
 _CHUNK = 256  # prompt tokens a forward; bounds what the prompt's logits hold at once
+
+
+def latency_identity(model: PreTrainedModel) -> str:
+    """What this model's latencies depend on: weights' shapes, dtype, device, threads, versions."""
+    device = model.get_input_embeddings().weight.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    config = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]
+    parts = (type(model).__name__, model.config._name_or_path, config, model.dtype, device, name, threads)
+    return " ".join(map(str, (*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}")))
 
 
 class TreeEngine:

@@ -14,7 +14,7 @@ from treegraft.mask import ancestor_mask, positions
 from treegraft.sampling import SamplingOptions, SamplingRules, Scores
 from treegraft.tree import DraftTree, Ints
 from treegraft_plugins.hf import rules
-from treegraft_plugins.hf.engine import TreeEngine
+from treegraft_plugins.hf.engine import TreeEngine, latency_identity
 from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved, relative_error, tolerance
 
@@ -38,6 +38,7 @@ class HFCausalLMTarget(TargetModel):
         self._engine = TreeEngine(self.model)
         self._hidden_layers: tuple[int, ...] = ()
         self.vocab_size, self.max_length = self._engine.vocab_size, self._engine.max_length
+        self.device, self.identity = self._engine.device, latency_identity(self.model)
         dtype = str(self.model.dtype).removeprefix("torch.")
         if torch.finfo(self.model.dtype).bits < 32:
             self.lossless_note = (
