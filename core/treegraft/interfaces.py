@@ -5,7 +5,7 @@ plugin is given is a value (frozen, arrays read-only); everything it does is in 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -134,7 +134,8 @@ class DraftRequest:
         _require(log_prob.max() <= 0 and log_prob.min() > -np.inf, "D4 log_prob finite and <= 0")
         _require(size <= self.max_nodes, "D5 at most max_nodes proposals")
         _require(np.bincount(place).max() <= self.branching, "D5 at most `branching` proposals a node")
-        _require(answer.depths(self.tree).max() <= self.max_depth, "D5 no proposal below max_depth")
+        deepest = answer.depths(self.tree) if len(chained) else self.tree.depth[self.positions] + 1
+        _require(deepest.max() <= self.max_depth, "D5 no proposal below max_depth")
 
 
 def _require(holds: "bool | np.bool_", rule: str) -> None:
@@ -344,8 +345,23 @@ class TargetModel(ABC):
     def commit(self, paths: Sequence[Ints]) -> None:
         """Keep the root and the accepted path (rows below the root) of the last scored trees; drop the rest."""
 
+    def teacher_force(self, tokens: Ints, start: int) -> Iterator[Scores]:
+        """Rows after tokens[start - 1] up to tokens[-2], in order, by plain forwards over the given text.
+
+        What an output is audited against; override it where that can be done in fewer forwards.
+        """
+        self.prefill([tokens[:start]], Wants())
+        for token in tokens[start - 1 : -1]:
+            yield self.score([DraftTree.rooted(int(token))])[0]
+            self.commit([np.zeros(0, dtype=np.int64)])
+        self.reset()
+
     def reset(self) -> None:
         """Free what a request holds."""
+
+    def clone(self) -> "TargetModel | None":
+        """Another one on the same weights, with none of the state; None where it must be made anew instead."""
+        return None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [..., h] of `ids` [...], for drafters that share them."""
@@ -425,6 +441,10 @@ class Drafter(ABC):
 
     def stop(self) -> None:
         """End the request: free what it held."""
+
+    def clone(self) -> "Drafter | None":
+        """Another one on the same weights, with none of the state and not bound; None: it must be made anew instead."""
+        return None
 
 
 class PositionSelector(ABC):

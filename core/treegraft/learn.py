@@ -43,8 +43,9 @@ def _worth(tree: DraftTree, tokens: tuple[int, ...], rate: float, target_ms: Flo
 
     Expectations vary little but favour hopeful drafters over those that correct them; outcomes are fair but vary.
     """
-    budget, expected = best_budget(tree.path_score, rate, target_ms)
-    chosen = set(tree.ranked()[: budget + 1].tolist())
+    best = tree.ranked()[: len(target_ms)]
+    budget, expected = best_budget(tree.path_score[best], rate, target_ms)
+    chosen = set(best[: budget + 1].tolist())
     row = num_accepted = 0
     for token in tokens:
         child = tree.child(row, token)

@@ -55,12 +55,14 @@ class Request:
 
     Attributes:
         sampler: the target's choices so far.
+        vocab_size: V of the target.
         statistics: costs and acceptance.
         sources: by name; `fault` removes one.
         fault: called with (source, error) when a drafter fails.
     """
 
     sampler: TokenSampler
+    vocab_size: int
     statistics: Statistics
     sources: Mapping[str, Source]
     fault: Callable[["Request", Source, Exception], None]
@@ -107,6 +109,7 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
 
 def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> RoundState:
     """Let the scheduler's sources extend the tree, at most D steps; ends on None or when no source has a candidate."""
+    max_nodes = parts.budget.max_nodes(state) if state.sources else 0
     while len(state.steps) < state.limits.steps and state.sources:
         name = parts.scheduler.decide(state)
         laps.lap("schedule")
@@ -116,7 +119,7 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
         step = None
         if source is not None and len(candidates := _candidates(source, state)):
             try:
-                step = _draft_step(source, candidates, parts, request, state, laps)
+                step = _draft_step(source, candidates, max_nodes, request, state, laps)
             except Exception as error:
                 laps.source_lap(name)
                 request.fault(request, source, error)
@@ -133,7 +136,7 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
 
 
 def _draft_step(
-    source: Source, candidates: Ints, parts: Parts, request: Request, state: RoundState, laps: Laps
+    source: Source, candidates: Ints, max_nodes: int, request: Request, state: RoundState, laps: Laps
 ) -> StepRecord:
     """One source's step: rescore, choose positions, draft, graft."""
     tree, drafter, acceptance = state.tree, source.drafter, state.statistics.acceptance
@@ -141,9 +144,9 @@ def _draft_step(
         tree=tree,
         positions=np.zeros(0, np.int64),
         branching=source.branching,
-        max_nodes=source.width * source.branching + parts.budget.max_nodes(state),
+        max_nodes=source.width * source.branching + max_nodes,
         max_depth=_max_depth(source, state),
-        vocab_size=parts.target.vocab_size,
+        vocab_size=request.vocab_size,
         committed=request.sampler.tokens,
         edge_scorer=source.edge_scorer,
     )

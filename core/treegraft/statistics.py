@@ -111,6 +111,10 @@ class CostModel(ABC):
     def save(self) -> None:
         """The request is over: keep what was learnt, where that is asked for."""
 
+    def clone(self) -> "CostModel | None":
+        """Another one that knows as much and learns apart, bound already; None: it must be made anew instead."""
+        return None
+
 
 def best_budget(path_score: Floats, rate: float, target_ms: Floats) -> tuple[int, float]:
     """The number of nodes worth verifying, and what the tree is worth with it (tokens).
@@ -134,7 +138,8 @@ def best_budget(path_score: Floats, rate: float, target_ms: Floats) -> tuple[int
 class Calibration:
     """Platt scaling of one source's probabilities, with the depth taken into account.
 
-    edge = log_sigmoid((slope + deep_slope * f) * logit(p) + intercept + deep_intercept * f), f = depth_feature(depth).
+    edge = log_sigmoid((slope + deep_slope * f) * logit(p) + intercept + deep_intercept * f),
+    f = log2(min(depth, 8)) / 3.
     Depth matters because a node is reached only where its parents were accepted, which says that the text is
     predictable there. Fitted on the last `window` labelled proposals by a Newton step a round, held near the identity
     (1, 0, 0, 0) by a prior.
@@ -143,8 +148,9 @@ class Calibration:
     def __init__(self, window: int = 384, prior: float = 2.0):
         self._weights = _IDENTITY.copy()  # slope, intercept, deep_slope, deep_intercept
         self._prior = prior
-        self._features, self._accepted = np.zeros((window, 4)), np.zeros(window)
+        self._features, self._accepted = np.ones((4, window)), np.zeros(window)
         self._num_seen = 0
+        self._draw_lines()
 
     def edge(self, log_prob: Floats, depth: Ints) -> Floats:
         """Calibrated edge scores (nats, <= 0) of raw log probabilities [E] at depths [E]."""
@@ -160,44 +166,52 @@ class Calibration:
 
     def learn(self, logits: Floats, depth: Ints, accepted: ArrayLike) -> None:
         """Take in labelled proposals: raw logits [E], depths [E], and whether the target chose each."""
-        feature = depth_feature(depth)
+        feature = _FEATURE[np.minimum(depth, _DEEPEST)]
         window = len(self._accepted)
         places = np.arange(self._num_seen, self._num_seen + len(logits)) % window
-        self._features[places] = np.stack([logits, np.ones_like(logits), feature * logits, feature], axis=1)
+        self._features[0, places], self._features[2, places], self._features[3, places] = (
+            logits, feature * logits, feature
+        )  # fmt: skip
         self._accepted[places] = accepted
         self._num_seen += len(logits)
-        x, y = self._features[: self._num_seen], self._accepted[: self._num_seen]
-        predicted = 1.0 / (1.0 + np.exp(-(x @ self._weights)))
-        gradient = (predicted - y) @ x + self._prior * (self._weights - _IDENTITY)
-        curvature = (x.T * (predicted * (1.0 - predicted))) @ x + self._prior * np.eye(4)
+        x, y = self._features[:, : self._num_seen], self._accepted[: self._num_seen]
+        predicted = 1.0 / (1.0 + np.exp(-(self._weights @ x)))
+        gradient = x @ (predicted - y) + self._prior * (self._weights - _IDENTITY)
+        curvature = (x * (predicted * (1.0 - predicted))) @ x.T + self._prior * _UNIT
         step = np.linalg.solve(curvature, gradient)
         # Short of the overshoot that a Newton step can take far from the optimum, and with slopes that stay positive
         # at every depth: a likelier token must not become the worse one.
         self._weights = np.clip(self._weights - np.clip(step, -0.5, 0.5), _LOWEST, _HIGHEST)
         self._weights[2] = max(self._weights[2], MIN_SLOPE - self._weights[0])
 
-    def _line(self, depth: Ints) -> tuple[Floats, Floats]:
-        feature = depth_feature(depth)
+        self._draw_lines()
+
+    def _draw_lines(self) -> None:
         slope, intercept, deep_slope, deep_intercept = self._weights.tolist()
-        return slope + deep_slope * feature, intercept + deep_intercept * feature
+        self._slope, self._intercept = slope + deep_slope * _FEATURE, intercept + deep_intercept * _FEATURE
+
+    def _line(self, depth: Ints) -> tuple[Floats, Floats]:
+        """Slope and intercept at each depth."""
+        at = np.minimum(depth, _DEEPEST)
+        return self._slope[at], self._intercept[at]
 
 
 MIN_SLOPE = 0.1
 _IDENTITY = np.array([1.0, 0.0, 0.0, 0.0])
+_UNIT = np.eye(4)
 _LOWEST = np.array([MIN_SLOPE, -6.0, -4.0, -6.0])
 _HIGHEST = np.array([4.0, 6.0, 4.0, 6.0])
 
 
-def depth_feature(depth: ArrayLike) -> Floats:
-    """From 0 at depth 1 to 1 at depth 8 and below, on a logarithmic scale."""
-    feature: Floats = np.minimum(np.log2(depth), 3.0) / 3.0
-    return feature
+_DEEPEST = 8
+# By depth: from 0 at depth 1 to 1 at depth 8 and below, on a logarithmic scale. The root's is never read.
+_FEATURE = np.log2(np.maximum(np.arange(_DEEPEST + 1), 1)) / np.log2(_DEEPEST)
 
 
 def logit(log_prob: Floats, clip: float = P_MIN) -> Floats:
     """logit of exp(log_prob), the probability clipped to [clip, 1 - clip]."""
-    prob = np.clip(np.exp(log_prob), clip, 1.0 - clip)
-    odds: Floats = np.log(prob) - np.log1p(-prob)
+    clipped = np.minimum(np.maximum(log_prob, np.log(clip)), np.log1p(-clip))
+    odds: Floats = clipped - np.log(-np.expm1(clipped))
     return odds
 
 

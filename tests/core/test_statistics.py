@@ -88,7 +88,7 @@ def test_calibration_recovers_a_known_distortion():
     calibration = fitted(claimed, depth, truth, rng)
     for probability in (0.1, 0.3, 0.5):
         log_prob = -np.logaddexp(0.0, -(logit(np.log([probability])) + 2.0) / 0.5)
-        assert np.exp(calibration.edge(log_prob, np.ones(1))) == pytest.approx(probability, abs=0.03)
+        assert np.exp(calibration.edge(log_prob, np.ones(1, np.int64))) == pytest.approx(probability, abs=0.03)
 
 
 def test_calibration_learns_that_deep_nodes_are_likelier():

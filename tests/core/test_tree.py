@@ -7,9 +7,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from treegraft import tree as tree_module
 from treegraft.errors import InvariantError
 from treegraft.testing.strategies import draft_trees, expansions
-from treegraft.tree import DEBUG_VARIABLE, NODE, DraftTree, Expansion, child_uid
+from treegraft.tree import NODE, DraftTree, Expansion, child_uid
 
 FIRST, BOTH = [True, False], [True, True]
 
@@ -281,7 +282,7 @@ def test_check_sees_not_a_number_and_writable_columns():
 def test_debug_switch_checks_on_construction(monkeypatch):
     tree = DraftTree.rooted(0)
     changed(tree, depth=[7])
-    monkeypatch.setenv(DEBUG_VARIABLE, "1")
+    monkeypatch.setattr(tree_module, "DEBUG", True)
     with pytest.raises(InvariantError, match="depth"):
         changed(tree, depth=[7])
 
