@@ -3,7 +3,7 @@
 import threading
 import time
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,7 +24,7 @@ from treegraft.interfaces import (
     Wants,
 )
 from treegraft.round import Parts, Request, decode_round, narrowed
-from treegraft.sampling import Draws, SamplingOptions, Seed, SeededDraws, TokenSampler
+from treegraft.sampling import Draws, SamplingOptions, SamplingRules, Seed, SeededDraws, TokenSampler
 from treegraft.statistics import AcceptanceStats, CostModel
 from treegraft.tree import Ints
 
@@ -112,6 +112,7 @@ class Pipeline:
         calibration: put all sources' scores on one scale, learnt online.
         tokenizer: instead of the target's own.
         on_round: called with every finished RoundRecord.
+        rebuild: makes another pipeline like this one on the same weights, for `clone`.
 
     Raises:
         ComposeError: the parts do not fit together.
@@ -132,9 +133,10 @@ class Pipeline:
         calibration: bool = True,
         tokenizer: Any = None,
         on_round: RoundObserver | None = None,
+        rebuild: "Callable[[], Pipeline] | None" = None,
     ):
         self.name, self.target, self.sources, self.costs = name, target, tuple(sources), costs
-        self.calibration, self.on_round = calibration, on_round
+        self.calibration, self.on_round, self._rebuild = calibration, on_round, rebuild
         self.tokenizer = tokenizer if tokenizer is not None else target.tokenizer
         self._busy = threading.Lock()
         for source in self.sources:
@@ -209,18 +211,82 @@ class Pipeline:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         options = SamplingOptions(temperature, top_p, top_k, stops)
         draws = SeededDraws(seed)
-        return self._decode(self._sampler(self._token_ids(prompt), draws, max_new_tokens, options), draws.seed)
+        return self.run(self._sampler(prompt, draws, max_new_tokens, options), draws.seed)
 
     def decode(
         self, prompt: Prompt, draws: Draws, max_new_tokens: int, options: SamplingOptions | None = None
     ) -> Generation:
         """`generate` with its randomness given: what `treegraft.testing` enumerates."""
-        options = options or SamplingOptions()
-        return _exhaust(self._decode(self._sampler(self._token_ids(prompt), draws, max_new_tokens, options), None))
+        return _exhaust(self.run(self._sampler(prompt, draws, max_new_tokens, options or SamplingOptions()), None))
 
-    # -- internals ----------------------------------------------------------------------------------------------------
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        seed: Seed | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """What transformers calls in `model.generate(..., custom_generate=pipeline, seed=...)`.
 
-    def _decode(self, sampler: TokenSampler, seed: Seed | None) -> Generator[RoundRecord, None, Generation]:
+        `model` is the pipeline's own target. A streamer or stop strings go through `treegraft.generate`.
+
+        Raises:
+            RequestError: an option that cannot be honoured, by name, before anything is computed.
+        """
+        from treegraft_plugins.hf.generate import generate_rows  # transformers' part, where transformers asks for it
+
+        return generate_rows(
+            self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, **model_kwargs
+        )
+
+    def clone(self) -> "Pipeline":
+        """Another pipeline on the same weights and tokenizer, with a state of its own: one for each thread.
+
+        Nothing is loaded, checked or measured again. What this one has learnt about costs goes along as a copy.
+
+        Raises:
+            ComposeError: it holds an object of the caller's that cannot be cloned.
+        """
+        if self._rebuild is None:
+            raise ComposeError(
+                f"pipelines.{self.name}.clone", "a pipeline that was put together by hand",
+                "Allowed: what treegraft.load returns.", "Put another one together.",
+            )  # fmt: skip
+        return self._rebuild()
+
+    # -- requests in two steps ----------------------------------------------------------------------------------------
+
+    def sampler(
+        self, prompt: Prompt, rules: SamplingRules, draws: Draws, max_new_tokens: int, num_unseen: int = 0
+    ) -> TokenSampler:
+        """A request for `run`: the prompt and how the target chooses.
+
+        Args:
+            prompt: text, a list of token ids, or a tensor of them [N] or [1, N].
+            rules: processors, criteria, EOS.
+            draws: the randomness.
+            max_new_tokens: most tokens to emit; the target's context may hold fewer.
+            num_unseen: tokens before the prompt that only the target's cache knows.
+
+        Raises:
+            RequestError: a prompt that the target cannot take.
+        """
+        ids = self._token_ids(prompt)
+        return TokenSampler(ids, rules, draws, *self._room(num_unseen + len(ids), max_new_tokens), num_unseen)
+
+    def run(
+        self, sampler: TokenSampler, seed: Seed | None, before_prefill: Callable[[], None] | None = None
+    ) -> Generator[RoundRecord, None, Generation]:
+        """The RoundRecords of a prepared request as they finish.
+
+        Args:
+            sampler: the request.
+            seed: what the Generation reports.
+            before_prefill: called once nobody else can be using the target.
+        """
         if not self._busy.acquire(blocking=False):
             raise PipelineBusyError(
                 f"pipelines.{self.name}", "a second request while one is still under way",
@@ -229,6 +295,8 @@ class Pipeline:
         try:
             begin = time.perf_counter()
             faults: list[dict[str, str]] = []
+            if before_prefill is not None:
+                before_prefill()
             request = self._begin(sampler, faults)
             prefill_ms = (time.perf_counter() - begin) * 1e3
             totals = _Totals()
@@ -247,6 +315,8 @@ class Pipeline:
             self.costs.save()
             self._busy.release()
 
+    # -- internals ----------------------------------------------------------------------------------------------------
+
     def _begin(self, sampler: TokenSampler, faults: list[dict[str, str]]) -> Request:
         """Prefill the target and start every drafter."""
 
@@ -258,7 +328,9 @@ class Pipeline:
             warnings.warn(text, DrafterWarning, stacklevel=2)
 
         statistics = Statistics(self.costs, AcceptanceStats(len(self.sources), self.calibration))
-        request = Request(sampler, statistics, {source.name: source for source in self.sources}, fault)
+        request = Request(
+            sampler, self.target.vocab_size, statistics, {source.name: source for source in self.sources}, fault
+        )
         if sampler.stop_reason is None:
             (seen,) = self.target.prefill([sampler.tokens], self._all_wants)
             for source in self.sources:
@@ -277,21 +349,26 @@ class Pipeline:
                 if source.name in request.sources:  # else it is reported already
                     request.fault(request, source, error)
 
-    def _sampler(self, prompt: Ints, draws: Draws, max_new_tokens: int, options: SamplingOptions) -> TokenSampler:
+    def _sampler(self, prompt: Prompt, draws: Draws, max_new_tokens: int, options: SamplingOptions) -> TokenSampler:
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise RequestError("max_new_tokens", f"{max_new_tokens!r}", "Allowed: an int >= 0.")
-        max_tokens, limit_reason = max_new_tokens, "length"
+        ids = self._token_ids(prompt)
+        max_tokens, limit_reason = self._room(len(ids), max_new_tokens)
+        rules = self.target.sampling_rules(ids, options, max_new_tokens)
+        return TokenSampler(ids, rules, draws, max_tokens, limit_reason)
+
+    def _room(self, num_tokens: int, max_new_tokens: int) -> tuple[int, str]:
+        """Most tokens to emit after `num_tokens`, and what to report when they are used up."""
         if self.target.max_length is not None:
-            room = self.target.max_length - len(prompt)
+            room = self.target.max_length - num_tokens
             if room < 0:
                 raise RequestError(
-                    "prompt", f"{len(prompt)} tokens",
+                    "prompt", f"{num_tokens} tokens",
                     f"The target's context holds {self.target.max_length}.", "Shorten the prompt.",
                 )  # fmt: skip
             if room < max_new_tokens:
-                max_tokens, limit_reason = room, "context_limit"
-        rules = self.target.sampling_rules(prompt, options, max_new_tokens)
-        return TokenSampler(prompt, rules, draws, max_tokens, limit_reason)
+                return room, "context_limit"
+        return max_new_tokens, "length"
 
     def _token_ids(self, prompt: Prompt) -> Ints:
         if isinstance(prompt, str):
