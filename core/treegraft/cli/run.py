@@ -22,7 +22,7 @@ from treegraft.pipeline import Generation, Pipeline, Prompt
 Command = Callable[..., Any]
 
 
-def _prompt_options(command: Command) -> Command:
+def prompt_options(command: Command) -> Command:
     """Adds what the prompt is made from."""
     decorators = (
         click.option("--prompt", metavar="TEXT", help="The text to continue."),
@@ -39,7 +39,7 @@ def _prompt_options(command: Command) -> Command:
     return command
 
 
-def _sampling_options(command: Command) -> Command:
+def sampling_options(command: Command) -> Command:
     """Adds what `Pipeline.generate` takes, by the same names."""
     decorators = (
         click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Most tokens to emit."),
@@ -60,8 +60,8 @@ def _sampling_options(command: Command) -> Command:
 
 @click.command()
 @pipeline_options
-@_prompt_options
-@_sampling_options
+@prompt_options
+@sampling_options
 @click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
 @click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
 @click.option("--json", "json_wanted", is_flag=True, help="One JSON object on stdout, and nothing else.")
@@ -115,13 +115,22 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise click.UsageError("Give exactly one of --prompt and --prompt-file.")
     if file is None:
         return prompt or ""
+    return read_text("--prompt-file", file)
+
+
+def read_text(option: str, file: str) -> str:
+    """The text of a UTF-8 file that `option` names, or of stdin for "-".
+
+    Raises:
+        RequestError: it cannot be read.
+    """
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         found = f"not UTF-8 (at byte {error.start})" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise RequestError(
-            f"--prompt-file {file}", found or type(error).__name__,
+            f"{option} {file}", found or type(error).__name__,
             "Allowed: a text file in UTF-8, or - for the standard input.",
         ) from error  # fmt: skip
 

@@ -1,6 +1,6 @@
 """A transformers causal LM as the target."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from treegraft.mask import ancestor_mask, positions
 from treegraft.sampling import SamplingOptions, SamplingRules, Scores
 from treegraft.tree import DraftTree, Ints
 from treegraft_plugins.hf import rules
+from treegraft_plugins.hf.audit import teacher_force
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
 from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved, relative_error, tolerance
@@ -62,6 +63,9 @@ class HFCausalLMTarget(TargetModel):
 
     def commit(self, paths: Sequence[Ints]) -> None:
         self._engine.commit(np.concatenate([[0], _only(paths, "paths")]))
+
+    def teacher_force(self, tokens: Ints, start: int) -> Iterator[Scores]:
+        return teacher_force(self.model, tokens, start)
 
     def reset(self) -> None:
         self._engine.reset()
