@@ -487,7 +487,7 @@ class Scheduler(ABC):
     """
 
     signals: ClassVar[tuple[str, ...]] = ()
-    """Names of the expansion signals it reads."""
+    """Names of what it reads beyond the tree: "gain" for the statistics' gains per option, or expansion signals."""
 
     @abstractmethod
     def decide(self, state: RoundState) -> str | None:
@@ -508,6 +508,8 @@ class BudgetPolicy(ABC):
         B1. Both answers are integers >= 0, and at most `max_verify_nodes`.
     """
 
+    signals: ClassVar[tuple[str, ...]] = ()
+    """As a scheduler's."""
     max_verify_nodes: int
     """B, the most non-root nodes it ever allows (the constructor argument `verify_nodes`)."""
 

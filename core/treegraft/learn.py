@@ -10,7 +10,12 @@ MIN_MASS = 1e-3  # below so little probability mass, a gain says nothing about t
 
 
 def learn(
-    state: RoundState, pruned: DraftTree, verdict: Verdict, tokens: tuple[int, ...], verification_ms: float
+    state: RoundState,
+    pruned: DraftTree,
+    verdict: Verdict,
+    tokens: tuple[int, ...],
+    verification_ms: float,
+    gains: bool,
 ) -> None:
     """Update the pipeline's statistics.
 
@@ -20,22 +25,28 @@ def learn(
         verdict: what became of it.
         tokens: what was emitted.
         verification_ms: measured latency of all that was not drafting (ms).
+        gains: whether the gains of the round's steps are wanted.
     """
     costs, acceptance = state.statistics.costs, state.statistics.acceptance
     costs.record_target(len(pruned), state.position, verification_ms)
-    target_ms = costs.target_ms(np.arange(1, state.limits.verify_nodes + 2), state.position)
+    if gains:
+        _learn_gains(state, tokens)
+    _learn_edges(state, tokens)
+    drafted_ms = [costs.source_ms(step.source, step.num_rows) for step in state.steps if len(step.positions)]
+    modelled_ms = float(costs.target_ms(len(pruned), state.position)) + sum(map(float, drafted_ms))
+    acceptance.learn_round(len(tokens), len(verdict.path), len(pruned) - 1, modelled_ms)
+
+
+def _learn_gains(state: RoundState, tokens: tuple[int, ...]) -> None:
+    """Record by how much each step raised the tree's worth, for each unit of mass drafted below."""
+    target_ms = state.statistics.costs.target_ms(np.arange(1, state.limits.verify_nodes + 2), state.position)
     rate = state.statistics.rate(state.position)
-    modelled_ms = float(target_ms[len(pruned) - 1])
     worth = -rate * float(target_ms[0])  # of the root alone
     for number, step in enumerate(state.steps):
-        if not len(step.positions):
-            continue
-        modelled_ms += float(costs.source_ms(step.source, step.num_rows))
-        before, worth = worth, _worth(step.tree, tokens, rate, target_ms)
-        mass = float(np.exp(step.tree_before.path_score[step.positions]).sum())
-        acceptance.learn_step(step.source, number, (worth - before) / max(mass, MIN_MASS), step.num_rows)
-    _learn_edges(state, tokens)
-    acceptance.learn_round(len(tokens), len(verdict.path), len(pruned) - 1, modelled_ms)
+        if len(step.positions):
+            before, worth = worth, _worth(step.tree, tokens, rate, target_ms)
+            mass = max(float(np.exp(step.tree_before.path_score[step.positions]).sum()), MIN_MASS)
+            state.statistics.acceptance.learn_step(step.source, number, (worth - before) / mass, step.num_rows)
 
 
 def _worth(tree: DraftTree, tokens: tuple[int, ...], rate: float, target_ms: Floats) -> float:

@@ -151,7 +151,8 @@ class Pipeline:
             num_top=max((source.drafter.wants.num_top for source in self.sources), default=0),
             hidden_layers=tuple(sorted({i for source in self.sources for i in source.drafter.wants.hidden_layers})),
         )
-        self._parts = Parts(target, scheduler, budget, pruner, verifier, steps, self._all_wants)
+        signals = frozenset(scheduler.signals) | frozenset(budget.signals)
+        self._parts = Parts(target, scheduler, budget, pruner, verifier, steps, self._all_wants, signals)
         costs.bind(target, self.sources)
 
     @property

@@ -59,6 +59,7 @@ class Request:
         statistics: costs and acceptance.
         sources: by name; `fault` removes one.
         fault: called with (source, error) when a drafter fails.
+        warm: names of sources that were called before; a first call may take in the prompt, and is no measure.
     """
 
     sampler: TokenSampler
@@ -66,11 +67,12 @@ class Request:
     statistics: Statistics
     sources: Mapping[str, Source]
     fault: Callable[["Request", Source, Exception], None]
+    warm: set[str] = attrs.field(factory=set)
 
 
 @attrs.frozen(eq=False)
 class Parts:
-    """What a pipeline is composed of, as a round needs it."""
+    """What a pipeline is composed of, as a round needs it; `signals` are those that scheduler and budget read."""
 
     target: TargetModel
     scheduler: Scheduler
@@ -79,6 +81,7 @@ class Parts:
     verifier: Verifier
     steps: int
     wants: Wants
+    signals: frozenset[str]
 
 
 def decode_round(parts: Parts, request: Request) -> RoundRecord:
@@ -102,7 +105,8 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     laps.lap("commit")
     _observe(parts.wants, request, scores, pruned, verdict, laps)
     tokens = tuple(sampler.emitted[num_before:])
-    learn(state, pruned, verdict, tokens, laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"])
+    verification_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
+    learn(state, pruned, verdict, tokens, verification_ms, gains="gain" in parts.signals)
     laps.lap("learn")
     return RoundRecord(state, budget, pruned, verdict, tokens, laps.ms, laps.source_ms)
 
@@ -129,9 +133,9 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
         step = step or _idle_step(name, state.tree)  # a step that adds nothing still counts as one
         state = attrs.evolve(state, tree=step.tree, steps=(*state.steps, step))
         laps.lap("build")
-        # The first round may take in the prompt, which no later one does.
-        if len(step.positions) and state.statistics.acceptance.has_tried(name):
+        if len(step.positions) and name in request.warm:
             state.statistics.costs.record_source(name, step.num_rows, (laps.now - begin) * 1e3)
+        request.warm.add(name)
     return state
 
 

@@ -265,10 +265,6 @@ class AcceptanceStats:
         weight = (1.0 - _KEEP**self.num_rounds) / (1.0 - _KEEP)
         return self._ms / weight if weight else 0.0
 
-    def has_tried(self, source: str) -> bool:
-        """Whether an earlier round of the request called `source`."""
-        return any(name == source for name, _, _ in self.options)
-
     def calibrated(self, source: int, log_prob: Floats, depth: Ints) -> Floats:
         """Edge scores [E] of a source's raw log probabilities [E] (nats, <= 0) for nodes at `depth` [E]."""
         return self.calibrations[source].edge(log_prob, depth) if self.calibrate else log_prob
