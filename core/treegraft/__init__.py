@@ -14,6 +14,7 @@ from treegraft.errors import (
     RequestError,
     TreeGraftError,
 )
+from treegraft.front_door import generate
 from treegraft.hookspecs import hookimpl
 from treegraft.interfaces import (
     BudgetPolicy,
@@ -79,6 +80,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "Wants",
+    "generate",
     "hookimpl",
     "load",
 ]

@@ -151,7 +151,7 @@ def _is_number(value: Any) -> bool:
 
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Criterion = Callable[[torch.Tensor, Any], Any]
+Criterion = Callable[[torch.Tensor, tuple[torch.Tensor, ...] | None], Any]
 
 
 @attrs.frozen
@@ -162,8 +162,12 @@ class SamplingRules:
         greedy: take the arg-max of the processed row instead of drawing from it.
         processors: called in order as `processor(ids [1, T], scores [1, V])`, transformers' protocol.
         stateless: every processor reads the scores alone (temperature, top-p, ...): rows may be processed at once.
-        criteria: called as `criterion(ids [1, T], None)` after every token; truthy ends the request ("stop").
+        criteria: called as `criterion(ids [1, T], scores)` after every token; truthy ends the request ("stop").
+            `scores` are those kept so far, as transformers passes them, or None.
         eos_ids: tokens that end the request ("eos").
+        keep_scores: keep the processed row behind every emitted token.
+        keep_logits: keep the raw row behind every emitted token.
+        device: where processors and criteria get what they are given; None leaves it where the logits are.
     """
 
     greedy: bool = True
@@ -171,6 +175,9 @@ class SamplingRules:
     stateless: bool = True
     criteria: Sequence[Criterion] = ()
     eos_ids: frozenset[int] = frozenset()
+    keep_scores: bool = False
+    keep_logits: bool = False
+    device: torch.device | None = None
 
     def process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Run the processors over `scores` float32 [N, V]; `ids` [1, T] is the true prefix (N = 1 if not stateless)."""
@@ -188,13 +195,27 @@ class TokenSampler:
         draws: the randomness of the request.
         max_tokens: most tokens to emit.
         limit_reason: what to report when they are used up: "length" or "context_limit".
+        num_unseen: tokens of the sequence that stand before `prompt` and that only the target's cache knows.
+
+    Attributes:
+        scores: with `rules.keep_scores`, float32 [1, V] an emitted token: its row after all processors.
+        logits: with `rules.keep_logits`, float32 [1, V] an emitted token: its raw row.
     """
 
     def __init__(
-        self, prompt: Iterable[int], rules: SamplingRules, draws: Draws, max_tokens: int, limit_reason: str = "length"
+        self,
+        prompt: Iterable[int],
+        rules: SamplingRules,
+        draws: Draws,
+        max_tokens: int,
+        limit_reason: str = "length",
+        num_unseen: int = 0,
     ):
         prompt = np.fromiter(prompt, dtype=np.int64)
         self.rules, self.draws, self.max_tokens, self._limit_reason = rules, draws, max_tokens, limit_reason
+        self.num_unseen, self._device = num_unseen, rules.device or torch.device("cpu")
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
         self.num_prompt = self._size = len(prompt)
         self._buffer = np.concatenate([prompt, np.zeros(256, np.int64)])
         self.stop_reason: str | None = limit_reason if max_tokens <= 0 else None
@@ -226,14 +247,16 @@ class TokenSampler:
             return  # row by row, as needed
         # An accelerator is read once a round where rows can be processed together, and waited for here in any case,
         # so that its forward is not timed as somebody else's work.
-        if not self.rules.stateless:
+        if not self.rules.stateless or self.rules.keep_scores or self.rules.keep_logits:
             torch.accelerator.synchronize(scores.tensor.device)
         else:
-            processed = self.rules.process(self._ids(), scores.batch())
+            batch = scores.batch()
+            self._device = batch.device
+            processed = self.rules.process(self._ids(), batch)
             if self.rules.greedy:
                 self._batched = processed.argmax(-1).tolist()
             else:
-                self._batched = self.draws.choose(processed.double().softmax(-1), tree.depth + self._size)
+                self._batched = self.draws.choose(processed.double().softmax(-1), tree.depth + self._position)
 
     def next(self, row: int) -> int:
         """The token that the target emits after the node `row`, given everything emitted so far.
@@ -250,23 +273,38 @@ class TokenSampler:
         self.stop_reason = self._reason_after(token)
         return token
 
+    @property
+    def _position(self) -> int:
+        """The sequence position of the next token."""
+        return self.num_unseen + self._size
+
     def _ids(self) -> torch.Tensor:
-        return torch.from_numpy(self._buffer[: self._size])[None]
+        """int64 [1, T], a copy: a processor may keep it, or write to it."""
+        return torch.tensor(self._buffer[: self._size], device=self._device)[None]
 
     def _choose(self, logits: torch.Tensor) -> int:
-        if self.rules.greedy and not self.rules.processors:
+        rules = self.rules
+        if rules.greedy and not (rules.processors or rules.keep_scores or rules.keep_logits):
             return int(logits.cpu().numpy().argmax())  # numpy's is 20 times faster than torch's for one row on a CPU
-        ids = self._ids().to(logits.device)
-        processed = self.rules.process(ids, logits[None])
-        if self.rules.greedy:
+        row = logits[None] if rules.device is None else logits[None].to(rules.device)
+        self._device = row.device
+        if rules.keep_logits:
+            self.logits.append(row.clone())  # before a processor can write to it
+        processed = rules.process(self._ids(), row) if rules.processors else row
+        if rules.keep_scores:
+            self.scores.append(processed)
+        if rules.greedy:
             return int(processed[0].argmax())
-        return int(self.draws.choose(processed.double().softmax(-1), np.array([self._size]))[0])
+        return int(self.draws.choose(processed.double().softmax(-1), np.array([self._position]))[0])
 
     def _reason_after(self, token: int) -> str | None:
+        stopped = False
+        if self.rules.criteria:
+            ids, scores = self._ids(), tuple(self.scores) if self.rules.keep_scores else None
+            # Each of them, even after one has said yes: some count their calls.
+            stopped = sum(bool(criterion(ids, scores)) for criterion in self.rules.criteria) > 0
         if token in self.rules.eos_ids:
             return "eos"
-        if self.rules.criteria:
-            ids = self._ids()
-            if any(bool(criterion(ids, None)) for criterion in self.rules.criteria):
-                return "stop"
+        if stopped:
+            return "stop"
         return self._limit_reason if self.num_emitted >= self.max_tokens else None

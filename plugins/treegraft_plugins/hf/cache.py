@@ -1,11 +1,30 @@
 """A slot-addressed cache: preallocated keys and values that tree nodes are written to once and picked from in place."""
 
+import attrs
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from treegraft.tree import Ints
 
 _FIRST_CAPACITY = 256
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+"""A layer's keys and values, [1, heads, T, dim] each."""
+
+
+@attrs.frozen(eq=False)
+class Past:
+    """What a passed cache holds of one sequence.
+
+    Attributes:
+        layers: keys and values of every layer.
+        length: T, tokens held.
+        num_unseen: how many of them, counted from the first, are not among the request's tokens.
+    """
+
+    layers: list[KeysValues]
+    length: int
+    num_unseen: int = 0
 
 
 class SlotLayer(CacheLayerMixin):
@@ -86,6 +105,15 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=SlotLayer)
+
+    def adopt(self, past: Past) -> None:
+        """Begin with a copy of what another cache holds."""
+        for index, (keys, values) in enumerate(past.layers):
+            self.update(keys, values, index)
+
+    def states(self, length: int) -> list[KeysValues]:
+        """The first `length` slots of every layer, as views."""
+        return [(layer.keys.narrow(-2, 0, length), layer.values.narrow(-2, 0, length)) for layer in self.layers]
 
     def keep(self, start: int, slots: Ints) -> None:
         """Keep the first `start` slots and, behind them and in this order, slots `start + slots` [k]; drop the rest.

@@ -11,10 +11,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from treegraft.errors import RequestError
 from treegraft.interfaces import Observation, Wants
 from treegraft.sampling import top_tokens
 from treegraft.tree import Bools, Ints
-from treegraft_plugins.hf.cache import SlotCache
+from treegraft_plugins.hf.cache import KeysValues, Past, SlotCache
 from treegraft_plugins.hf.masks import MaskLayout
 
 _CHUNK = 256  # prompt tokens a forward; bounds what the prompt's logits hold at once
@@ -63,15 +64,41 @@ class TreeEngine:
         self._cache = SlotCache()
 
     @torch.inference_mode()
-    def prefill(self, tokens: Ints, wants: Wants) -> Observation:
-        """Begin anew with `tokens` int64 [T] committed, and collect what `wants` asks for."""
+    def prefill(
+        self, tokens: Ints, wants: Wants, past: Past | None = None, chunk_size: int | None = None
+    ) -> Observation:
+        """Begin anew with `tokens` int64 [T] committed, and collect what `wants` asks for.
+
+        Args:
+            tokens: int64 [T].
+            wants: what to collect.
+            past: a cache's content, which covers the first of `tokens`: these are not forwarded, and what the model
+                said after them is unknown (top tokens of log probability -inf).
+            chunk_size: tokens a forward, 256 if None.
+        """
         self.reset()
         tops, hidden = [], []
+        num_known = 0
+        if past is not None:
+            num_known = past.length - past.num_unseen
+            if wants.hidden_layers and num_known:
+                raise RequestError(
+                    "cache", "a passed cache, beside a drafter that needs the target's hidden states of the prompt",
+                    "Allowed with this pipeline: an empty cache.",
+                )  # fmt: skip
+            self._cache.adopt(past)
+            self.num_committed = past.length
+            if wants.num_top:
+                tops.append(
+                    (np.zeros((num_known, wants.num_top), np.int64), np.full((num_known, wants.num_top), -np.inf))
+                )
+        chunk_size = chunk_size or _CHUNK
         options = {"logits_to_keep": 1} if self._keeps_logits and not wants.num_top else {}
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = tokens[start : start + _CHUNK]
+        for start in range(num_known, len(tokens), chunk_size):
+            chunk = tokens[start : start + chunk_size]
+            position = self.num_committed
             # Without tree slots the model's own causal masks are right, windows included.
-            output = self._run(chunk, np.arange(start, start + len(chunk)), None, wants.hidden_layers, options)
+            output = self._run(chunk, np.arange(position, position + len(chunk)), None, wants.hidden_layers, options)
             if wants.num_top:
                 tops.append(top_tokens(output.logits[0], wants.num_top))
             hidden.append(_stacked(output, wants.hidden_layers))
@@ -114,6 +141,10 @@ class TreeEngine:
         self._cache.keep(self.num_committed, slots)
         self.num_committed += len(slots)
         self._slot_positions = self._slot_positions[:0]
+
+    def committed(self) -> list[KeysValues]:
+        """Keys and values [1, heads, T, dim] of every layer for the committed tokens, as views."""
+        return self._cache.states(self.num_committed)
 
     def _run(
         self, tokens: Ints, positions: Ints, mask: Any, hidden_layers: Sequence[int], options: dict[str, Any]

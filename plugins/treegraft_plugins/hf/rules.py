@@ -2,9 +2,10 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 from transformers import (
     EosTokenCriteria,
@@ -93,23 +94,36 @@ def generation_rules(
     mode = built["generation_config"].get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise RequestError("generation_config", f"it asks for {mode.value}", "Allowed: greedy search or sampling.")
-    return _split(built, greedy, [*(model.generation_config.stop_strings or ()), *options.stop], tokenizer)
+    rules = split_rules(built["logits_processor"], built["stopping_criteria"], greedy)
+    stops = _stop_strings([*(model.generation_config.stop_strings or ()), *options.stop], tokenizer)
+    return attrs.evolve(rules, criteria=(*rules.criteria, *stops))
 
 
-def _split(built: dict[str, Any], greedy: bool, stop: list[str], tokenizer: Any) -> SamplingRules:
+def split_rules(
+    processors: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    greedy: bool,
+    *,
+    keep_scores: bool = False,
+    keep_logits: bool = False,
+    device: torch.device | None = None,
+) -> SamplingRules:
     """Sort what transformers built into what the sampler does itself (EOS, length) and what it calls."""
-    processors, criteria, eos_ids = tuple(built["logits_processor"]), [], frozenset[int]()
-    for criterion in built["stopping_criteria"]:
-        if isinstance(criterion, EosTokenCriteria):
+    criteria, eos_ids = [], frozenset[int]()
+    for criterion in stopping_criteria:
+        if type(criterion) is EosTokenCriteria:
             eos_ids |= set(criterion.eos_token_id.tolist())
-        elif not isinstance(criterion, MaxLengthCriteria):
+        elif type(criterion) is not MaxLengthCriteria:
             criteria.append(criterion)
     return SamplingRules(
         greedy=greedy,
-        processors=processors,
+        processors=tuple(processors),
         stateless=all(type(processor) in _STATELESS for processor in processors),
-        criteria=(*criteria, *_stop_strings(stop, tokenizer)),
+        criteria=tuple(criteria),
         eos_ids=eos_ids,
+        keep_scores=keep_scores,
+        keep_logits=keep_logits,
+        device=device,
     )
 
 

@@ -6,17 +6,17 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from treegraft.errors import RequestError
-from treegraft.interfaces import ModelSpec, Observation, TargetModel, Wants
+from treegraft.interfaces import Observation, TargetModel, Wants
 from treegraft.mask import ancestor_mask, positions
 from treegraft.sampling import SamplingOptions, SamplingRules, Scores
 from treegraft.tree import DraftTree, Ints
 from treegraft_plugins.hf import rules
 from treegraft_plugins.hf.audit import teacher_force
+from treegraft_plugins.hf.cache import KeysValues, Past
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
-from treegraft_plugins.hf.loading import load_causal_lm
+from treegraft_plugins.hf.loading import Loadable, load_causal_lm
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved, relative_error, tolerance
 
 T = TypeVar("T")
@@ -26,18 +26,20 @@ class HFCausalLMTarget(TargetModel):
     """A causal LM under tree masks, through its own forward; a loaded model is left as it was.
 
     Args:
-        model: what to load, or a loaded model.
+        model: what to load, a loaded model, or one with its tokenizer.
         self_check: compare tree forwards with plain ones on this very model before the first use.
 
     Raises:
         ModelError: the model cannot be loaded, or cannot be served, or fails the self-check.
     """
 
-    def __init__(self, model: ModelSpec | PreTrainedModel, self_check: bool = True):
+    def __init__(self, model: Loadable, self_check: bool = True):
         self.model, self.tokenizer = load_causal_lm(model)
         refuse_unserved(self.model)
         self._engine = TreeEngine(self.model)
         self._hidden_layers: tuple[int, ...] = ()
+        self._past: Past | None = None
+        self._chunk_size: int | None = None
         self.vocab_size, self.max_length = self._engine.vocab_size, self._engine.max_length
         self.device, self.identity = self._engine.device, latency_identity(self.model)
         dtype = str(self.model.dtype).removeprefix("torch.")
@@ -52,7 +54,16 @@ class HFCausalLMTarget(TargetModel):
     def prefill(self, prompts: Sequence[Ints], wants: Wants) -> list[Observation]:
         prompt = _only(prompts, "prompts")
         self._hidden_layers = wants.hidden_layers
-        return [self._engine.prefill(prompt[:-1], wants)]
+        past, chunk_size, self._past, self._chunk_size = self._past, self._chunk_size, None, None
+        return [self._engine.prefill(prompt[:-1], wants, past, chunk_size)]
+
+    def prepare(self, past: Past | None, chunk_size: int | None = None) -> None:
+        """Tell the next `prefill` what a cache holds already, and how many tokens a forward may take."""
+        self._past, self._chunk_size = past, chunk_size
+
+    def committed(self) -> list[KeysValues]:
+        """Keys and values [1, heads, T, dim] of every layer for the T committed tokens; views, as long as they last."""
+        return self._engine.committed()
 
     def score(self, trees: Sequence[DraftTree]) -> list[Scores]:
         tree, engine = _only(trees, "trees"), self._engine
@@ -69,6 +80,10 @@ class HFCausalLMTarget(TargetModel):
 
     def reset(self) -> None:
         self._engine.reset()
+        self.prepare(None)
+
+    def clone(self) -> "HFCausalLMTarget":
+        return HFCausalLMTarget((self.model, self.tokenizer), self_check=False)
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
