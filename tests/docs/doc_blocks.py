@@ -1,8 +1,8 @@
 """The fenced blocks of README and docs, and running them: commands in-process, YAML composed, Python executed.
 
 A page's blocks run in order in one empty folder. A block whose first line is `# NAME.yaml`, `# NAME.py`, ... is written
-to that file first. Output is compared as far as the page shows it: figures match any figure, runs of blanks any run,
-and `...` anything.
+to that file first; one whose first line is `# needs PACKAGE` is run where that is installed. Output is compared as far
+as the page shows it: figures match any figure, runs of blanks any run, and `...` anything.
 
     python tests/docs/doc_blocks.py [PAGE ...]      writes what commands print today into the pages
 
@@ -28,7 +28,8 @@ from treegraft.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "treegraft-echo"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMO = ROOT / "plugins" / "treegraft_plugins" / "hf" / "demo_pair" / "target"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
 
 NOT_RUN = {
     "make": "makes a virtual environment and installs into it, which .ci/run does",
@@ -67,6 +68,12 @@ class Block:
         named = re.fullmatch(r"# ([\w-]+\.\w+)", self.lines[0]) if self.lines else None
         return named[1] if named else None
 
+    @property
+    def needs(self) -> str | None:
+        """The optional package that its first line names, or None."""
+        named = re.fullmatch(r"# needs ([\w.]+)", self.lines[0]) if self.lines else None
+        return named[1] if named else None
+
     def commands(self) -> Iterator[tuple[str, list[str]]]:
         """Of a console block: each command and the lines of output shown below it."""
         command, output = None, []
@@ -102,8 +109,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 def on_demo_pair(text: str) -> str:
-    """Paths of models replaced by the demo pair: `models.NAME=PATH`, and in Python `{"NAME": "PATH"}`."""
+    """Paths of models replaced by the demo pair: `models.NAME=PATH`, `{"NAME": "PATH"}`, `from_pretrained("PATH"`."""
     text = re.sub(r"\bmodels\.(\w+)(\.path)?=\S+", lambda match: f"models.{match[1]}={_stand_in(match[1])}", text)
+    text = re.sub(
+        r"""\.from_pretrained\((\s*)(["'])[^"']*\2""", lambda match: f".from_pretrained({match[1]}{str(DEMO)!r}", text
+    )
     in_python = r"""(["'])(target|middle|small)\1: *(["'])[^"']*\3"""
     return re.sub(in_python, lambda match: f'"{match[2]}": "{_stand_in(match[2])}"', text)
 
@@ -144,7 +154,11 @@ def run_command(command: str, stand_ins: Mapping[str, str]) -> Result | None:
     if words[0] in NOT_RUN:
         return None
     assert words[0] == "treegraft", f"{command!r} is neither run nor named in NOT_RUN"
-    return CliRunner().invoke(main, words[1:])
+    *words, file = (*words[:-2], words[-1]) if words[-2:-1] == [">"] else (*words, None)
+    result = CliRunner().invoke(main, words[1:])
+    if file is not None:
+        Path(file).write_text(result.stdout)
+    return result
 
 
 def run_console(block: Block) -> None:

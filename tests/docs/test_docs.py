@@ -5,18 +5,22 @@ import inspect
 import json
 import re
 import sys
+from importlib.util import find_spec
 
 import attrs
 import click
 import doc_blocks
+import generation_options
 import pytest
 from doc_blocks import EXAMPLE, PAGES, ROOT, Block, blocks, pattern_of
+from transformers import GenerationConfig
 
 from treegraft.cli import COMMANDS, main
 from treegraft.interfaces import ModelSpec
 from treegraft.plugins import load_plugins
 from treegraft.registry import Registry
 from treegraft.schema import PipelineSchema, SourceSchema
+from treegraft_plugins.hf.generation_options import GENERATION_OPTIONS
 
 demo = importlib.import_module("treegraft.cli.demo")
 
@@ -53,6 +57,8 @@ def test_every_block_of_the_page_holds(page, workplace):
         elif block.language == "yaml":
             doc_blocks.run_yaml(block, workplace)
         elif block.language == "python" and block.file is None:
+            if block.needs and find_spec(block.needs) is None:
+                continue
             exec(compile(doc_blocks.on_demo_pair(block.text), block.where, "exec"), namespace)
         else:
             assert block.file or block.language == "", f"{block.where}: nothing runs a block in {block.language!r}"
@@ -118,6 +124,20 @@ def _written(parameter):
     return f"{parameter.name}: {default if isinstance(default, str) else json.dumps(default)}"
 
 
+def test_the_page_of_generation_options_is_the_table_in_the_code():
+    assert generation_options.PAGE.read_text() == generation_options.page(), (
+        "python tests/docs/generation_options.py writes it anew"
+    )
+
+
+def test_the_table_of_generation_options_is_that_of_the_installed_transformers():
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert len(known) > 60
+    assert set(GENERATION_OPTIONS) == known
+    listed = re.findall(r"^\| `(\w+)` \|", generation_options.PAGE.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(known), "each once"
+
+
 # -- the runner itself ------------------------------------------------------------------------------------------------
 
 
@@ -167,5 +187,9 @@ def test_model_paths_are_replaced_by_the_demo_pair():
     )
     assert doc_blocks.on_demo_pair("""{'target': "x/y", "middle": 'z'}""") == (
         '{"target": "demo:target", "middle": "demo:middle"}'
+    )
+    assert (
+        doc_blocks.on_demo_pair('Auto.from_pretrained("a/b", c=1)')
+        == f"Auto.from_pretrained({str(doc_blocks.DEMO)!r}, c=1)"
     )
     assert "demo:target" in doc_blocks.registry_on_demo_pair("models: {target: {path: a/b, dtype: float32}}")

@@ -27,7 +27,7 @@ from treegraft.compose import ResolvedPipeline, build
 from treegraft.errors import RequestError
 from treegraft.interfaces import ModelSpec, TargetModel
 from treegraft.pipeline import Pipeline
-from treegraft.sampling import SamplingOptions, Seed
+from treegraft.sampling import SamplingOptions, Seed, SeededDraws
 from treegraft.tree import Ints
 
 TOLERANCE = 1e-3
@@ -130,7 +130,12 @@ def read_output(file: str) -> Output:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise RequestError(f"--json-file {file}", "no list of token_ids", allowed)
     seed = content.get("seed")
-    return Output(ids, tuple(seed) if isinstance(seed, list) else seed, content.get("lossless_note") is not None)
+    seed = tuple(seed) if isinstance(seed, list) else seed
+    try:
+        SeededDraws(seed)
+    except RequestError as error:
+        raise RequestError(f"--json-file {file}", f"seed {error.found}", error.allowed) from error
+    return Output(ids, seed, content.get("lossless_note") is not None)
 
 
 def generated(

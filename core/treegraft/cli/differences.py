@@ -88,7 +88,7 @@ class Report:
         return json.dumps(content, allow_nan=False)
 
     def _verdict(self, gap: float) -> str:
-        return "rounding" if gap <= self.tolerance else "NOT ROUNDING"
+        return "rounding" if gap <= self.tolerance else "above the tolerance"
 
     def _text(self, token: int) -> str:
         text = self._decoded(token)
