@@ -1,5 +1,6 @@
 """`model.generate(custom_generate=pipeline)` and the front door `treegraft.generate`."""
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,7 +89,8 @@ def front_door(
         if stops:
             criteria.append(_stop_criterion(stops, tokenizer if tokenizer is not None else pipeline.tokenizer))
         if generation_config is not None and generation_config.stop_strings is not None:
-            generation_config = GenerationConfig.from_dict({**generation_config.to_dict(), "stop_strings": None})
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.stop_strings = None
         if model.generation_config.stop_strings is not None:
             given["stop_strings"] = None  # they are among the criteria; transformers would ask for a tokenizer again
 
@@ -178,6 +180,8 @@ def generate_rows(
     refuse_options(lambda name: getattr(generation_config, name, None))
     _require_own_model(pipeline, model)
     cache: Cache | None = model_kwargs.pop("cache", None)
+    if cache is not None:
+        caches.check_cache(cache, len(input_ids))
     mask = _attention_mask(input_ids, model_kwargs.pop("attention_mask", None), generation_config, cache)
     _refuse_other(model_kwargs, mask)
     if stream_to is not None and len(input_ids) > 1:
@@ -189,7 +193,7 @@ def generate_rows(
     if cache is not None and not (returned or getattr(cache, "_is_user_defined", False)):
         cache = None  # made by `generate` and seen by nobody
     if cache is not None:
-        caches.check_cache(cache, len(input_ids), mask.shape[1] + min(max_new_tokens, _UNLIMITED // 2) - 1)
+        caches.check_room(cache, mask.shape[1] + max_new_tokens - 1)
     rules = split_rules(
         logits_processor, stopping_criteria, greedy=not generation_config.do_sample,
         keep_scores=returned and bool(generation_config.output_scores),

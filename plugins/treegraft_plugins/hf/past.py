@@ -33,31 +33,32 @@ class Row:
     num_padding: int
 
 
-def check_cache(cache: Cache, num_rows: int, length: int) -> None:
-    """Refuse a cache that cannot be continued.
-
-    Args:
-        cache: the caller's.
-        num_rows: sequences it must hold, if it holds any.
-        length: slots it may come to hold, padding included.
+def check_cache(cache: Cache, num_rows: int) -> None:
+    """Refuse, by name, a cache that cannot be continued for `num_rows` sequences.
 
     Raises:
-        RequestError: by name.
+        RequestError: it cannot.
     """
-    layers = [] if isinstance(cache, EncoderDecoderCache) else cache.layers
-    kinds = {type(layer) for layer in layers} | {
-        cache.layer_class_to_replicate or DynamicLayer if not layers else _SERVED[0]
-    }
-    unserved = sorted(kind.__name__ for kind in kinds if kind not in _SERVED)
     if isinstance(cache, EncoderDecoderCache):
-        unserved = ["EncoderDecoderCache"]
-    if unserved:
-        raise RequestError("cache", f"a {type(cache).__name__} with {', '.join(unserved)}", _ALLOWED)
-    if getattr(cache, "offloading", False):
+        raise RequestError("cache", "an EncoderDecoderCache", _ALLOWED)
+    if cache.offloading:
         raise RequestError("cache", "an offloaded cache", _ALLOWED, "Pass offloading=False.")
-    for layer in layers:
+    kinds = {type(layer) for layer in cache.layers} or {cache.layer_class_to_replicate}
+    unserved = sorted(kind.__name__ for kind in kinds if kind not in _SERVED)
+    if unserved:
+        raise RequestError("cache", f"a {type(cache).__name__} of {', '.join(unserved)}", _ALLOWED)
+    for layer in cache.layers:
         if layer.is_initialized and layer.keys.numel() and len(layer.keys) != num_rows:
             raise RequestError("cache", f"it holds {len(layer.keys)} rows", f"Allowed for these inputs: {num_rows}.")
+
+
+def check_room(cache: Cache, length: int) -> None:
+    """Refuse a static cache that may have to hold more than it can: `length` slots, padding included.
+
+    Raises:
+        RequestError: it is too small.
+    """
+    for layer in cache.layers:
         if type(layer) is StaticLayer and layer.max_cache_len < length:
             raise RequestError(
                 "cache", f"a static cache of {layer.max_cache_len} slots for up to {length} tokens",
