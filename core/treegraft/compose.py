@@ -19,6 +19,7 @@ from treegraft.pipeline import Pipeline
 from treegraft.plugins import KINDS, Plugins, Provider, installed_plugins, plural
 from treegraft.registry import Config, Overrides, Registry, lay_over
 from treegraft.schema import PipelineSchema, SourceSchema, model_spec, typed
+from treegraft.statistics import CostModel
 
 DEMO = "demo:"
 DEMO_TARGET = "demo:target"
@@ -83,6 +84,23 @@ class Part:
             return self.report(ComposeError, self.cls, **self.arguments)
         return self.report(ModelError, self.cls, **self.arguments | {"model": models[self.model]})
 
+    def make_again(self, made: Any, models: Mapping[str, Any]) -> Any:
+        """The component for a second pipeline: a clone of `made` where it offers one, else made anew.
+
+        Raises:
+            ComposeError: it is the caller's object, of which there is only one.
+        """
+        clone = made.clone() if isinstance(made, TargetModel | Drafter | CostModel) else None
+        if clone is not None:
+            return clone
+        if self.given is not None:
+            raise ComposeError(
+                self.where, f"the caller's {type(made).__name__} object, which cannot be cloned",
+                f"Allowed in a pipeline to clone: models that load() makes objects of, or a {self.kind} with clone().",
+                "Load another pipeline, with an object of its own.",
+            )  # fmt: skip
+        return self.make(models)
+
     def report(self, kind: type[TreeGraftError], call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call, with the key path put before whatever goes wrong."""
         try:
@@ -135,8 +153,8 @@ def load(
     Args:
         pipeline: its name, such as "treegraft" or one from your own file.
         overrides: `KEY=VALUE`, a path inside the pipeline or `models.NAME`: "steps=3", "costs={use: fixed}".
-        models: by name, in place of the registry's: a path, a loaded model, a TargetModel, or a Drafter (for the
-            source that drafts with that model). Names that the pipeline does not use are ignored.
+        models: by name, in place of the registry's: a path, a loaded model or (model, tokenizer), a TargetModel, or
+            a Drafter (for the source that drafts with that model). Names that the pipeline does not use are ignored.
         tokenizer: in place of the target's own.
         registry: a file laid over the packaged registry; by default `./registry.yaml` where there is one.
 
@@ -186,7 +204,16 @@ def build(resolved: ResolvedPipeline, tokenizer: Any = None) -> Pipeline:
         ModelError: a model cannot be loaded or served.
     """
     by_load = sorted(resolved.parts.items(), key=lambda item: (item[1].model is not None, item[0] != "target"))
-    made = {path: part.make(resolved.models) for path, part in by_load}
+    return _connect(resolved, {path: part.make(resolved.models) for path, part in by_load}, tokenizer)
+
+
+def _connect(resolved: ResolvedPipeline, made: Mapping[str, Any], tokenizer: Any) -> Pipeline:
+    """A pipeline of components that are `made`, by key path."""
+
+    def rebuild() -> Pipeline:
+        again = {path: part.make_again(made[path], resolved.models) for path, part in resolved.parts.items()}
+        return _connect(resolved, again, tokenizer)
+
     ranks = [schema.rank for schema in resolved.sources.values()]
     sources = [
         Source(
@@ -213,6 +240,7 @@ def build(resolved: ResolvedPipeline, tokenizer: Any = None) -> Pipeline:
         calibration=resolved.config["calibration"] == "on",
         tokenizer=tokenizer,
         on_round=resolved.plugins.observer,
+        rebuild=rebuild,
     )
 
 

@@ -1,8 +1,10 @@
 """Where latencies come from: a fixed table, a file, or this machine's own clock."""
 
+import copy
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,6 +122,7 @@ class MeasuredCosts(CostModel):
     _target: LatencyCurve = attrs.field(init=False, factory=lambda: LatencyCurve([1.0], [1.0]))
     _sources: dict[str, LatencyCurve] = attrs.field(init=False, factory=dict)
     _file: Path | None = attrs.field(init=False, default=None)
+    _is_bound: bool = attrs.field(init=False, default=False)
 
     def target_ms(self, rows: ArrayLike, context: int) -> Floats:
         return self._target(rows)
@@ -140,7 +143,13 @@ class MeasuredCosts(CostModel):
     def record_source(self, name: str, rows: int, latency_ms: float) -> None:
         self._sources[name].learn(rows, latency_ms)
 
+    def clone(self) -> "MeasuredCosts":
+        return copy.deepcopy(self)
+
     def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
+        if self._is_bound:  # a clone: the same models on the same machine
+            return
+        self._is_bound = True
         identities = {"target": target.identity} | {source.name: source.drafter.identity for source in sources}
         if self.cache and all(identities.values()):
             key = hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:24]
@@ -159,7 +168,7 @@ class MeasuredCosts(CostModel):
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._file.with_suffix(f".{os.getpid()}.part")
+            partial = self._file.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
             partial.write_text(json.dumps(self.table()))
             partial.replace(self._file)
         except OSError:

@@ -5,17 +5,17 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 import torch
-from attrs.validators import optional
+from attrs.validators import in_, optional
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from treegraft.errors import ModelError
-from treegraft.interfaces import Drafter, DraftRequest, ModelSpec, Observation, Rescoring, TargetModel, Wants
+from treegraft.interfaces import Drafter, DraftRequest, Observation, Rescoring, TargetModel, Wants
 from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints, child_uid
 from treegraft_plugins import options
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
-from treegraft_plugins.hf.loading import load_causal_lm
+from treegraft_plugins.hf.loading import Loadable, load_causal_lm
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved
+from treegraft_plugins.hf.vocabulary import VOCABULARIES, SameIds, Vocabulary
 
 _MAX_MISSED = 64  # committed tokens that may ride along with tree nodes; longer stretches are forwarded before them
 _LEAST_LOG_PROB = -1e4  # (nats) stands for impossible, so that scores stay finite
@@ -87,10 +87,13 @@ class HFCausalLMDrafter(Drafter):
     forwarded by the first call, before its nodes; neither it nor other long stretches are counted in `num_rows`.
 
     Args:
-        model: what to load, or a loaded model; its weights may be shared, its cache is the drafter's own.
+        model: what to load, a loaded model, or one with its tokenizer; its weights may be shared, its cache is the
+            drafter's own.
         rescore_limit: R, forward only the best R of the unprocessed candidates (and their ancestors) when rescoring;
             None forwards all.
         temperature: divides the logits; 1.0 drafts from the model's own distribution, whatever the target's sampling.
+        vocabulary: "same" needs one tokenizer for both models (embeddings may be padded to two sizes) and refuses two
+            that differ; "intersection" drafts over the tokens that two tokenizers share, matched by their texts.
         self_check: compare tree forwards with plain ones on this very model before the first use.
 
     Raises:
@@ -99,9 +102,10 @@ class HFCausalLMDrafter(Drafter):
     Source: TreeGraft, "middle drafter"; one forward a call instead of the whole tree.
     """
 
-    model: ModelSpec | PreTrainedModel
+    model: Loadable
     rescore_limit: int | None = attrs.field(default=None, kw_only=True, validator=optional(options.whole(1)))
     temperature: float = attrs.field(default=1.0, kw_only=True, validator=options.number(1e-3))
+    vocabulary: str = attrs.field(default="same", kw_only=True, validator=in_(tuple(VOCABULARIES)))
     self_check: bool = attrs.field(default=True, kw_only=True, validator=options.switch)
 
     rescores: ClassVar[bool] = True
@@ -114,13 +118,14 @@ class HFCausalLMDrafter(Drafter):
             check_trees(self._engine)
         self.max_length = self._engine.max_length
         self.identity = f"hf_causal_lm {self.rescore_limit} {latency_identity(model)}"
-        self._num_shared_tokens = self._engine.vocab_size
+        self._vocabulary: Vocabulary = SameIds(self._engine.vocab_size, self._engine.vocab_size)
         self._round = _Round()
 
     # -- the request's course -----------------------------------------------------------------------------------------
 
     def bind(self, target: TargetModel) -> None:
-        self._num_shared_tokens = num_shared_tokens(self._tokenizer, self._engine.vocab_size, target)
+        between = VOCABULARIES[self.vocabulary].between
+        self._vocabulary = between(self._tokenizer, self._engine.vocab_size, target)
 
     def start(self, observation: Observation) -> None:
         # The prompt is forwarded by the first call: a drafter that is never called costs nothing.
@@ -137,6 +142,9 @@ class HFCausalLMDrafter(Drafter):
         self._engine.reset()
         self._round = _Round()
 
+    def clone(self) -> "HFCausalLMDrafter":
+        return attrs.evolve(self, model=(self._engine.model, self._tokenizer), self_check=False)
+
     # -- drafting -----------------------------------------------------------------------------------------------------
 
     def rescore(self, tree: DraftTree, candidates: Ints, request: DraftRequest) -> Rescoring:
@@ -148,8 +156,9 @@ class HFCausalLMDrafter(Drafter):
         self._process(tree, wanted, slots, request.committed)
         self.num_rows = self._round.num_rows
 
-        rows = self._unscored(tree, slots)
-        log_prob = self._edge_log_probs(slots[tree.parent[rows]], tree.token[rows])
+        token = self._vocabulary.own(tree.token)
+        rows = self._unscored(tree, slots, token)
+        log_prob = self._edge_log_probs(slots[tree.parent[rows]], token[rows])
         return Rescoring(rows, log_prob, candidates[slots[candidates] >= 0])
 
     def draft(self, request: DraftRequest) -> Expansion:
@@ -160,12 +169,11 @@ class HFCausalLMDrafter(Drafter):
         self.num_rows, self._round.num_rows = self._round.num_rows, 0
 
         positions = positions[slots[positions] >= 0]
-        num_tokens = min(request.vocab_size, self._num_shared_tokens)
-        num_children = min(request.branching, request.max_nodes, num_tokens)
+        num_children = min(request.branching, request.max_nodes)
         if not len(positions) or num_children < 1:
             return Expansion.empty()
-        token, log_prob = self._best_children(slots[positions], num_children, num_tokens)
-        anchor = np.repeat(positions, num_children)
+        token, log_prob = self._best_children(slots[positions], num_children, request.vocab_size)
+        anchor = np.repeat(positions, len(token) // len(positions))
         if len(anchor) > request.max_nodes:
             best = np.argsort(-(tree.path_score[anchor] + log_prob), kind="stable")[: request.max_nodes]
             best.sort()
@@ -173,9 +181,12 @@ class HFCausalLMDrafter(Drafter):
         self._round.scored.update(child_uid(tree.uid[anchor], token).tolist())
         return Expansion(anchor, token, log_prob)
 
-    def _unscored(self, tree: DraftTree, slots: Ints) -> Ints:
-        """int64 [R]: rows that this drafter can score without a forward and has not scored this round; now it has."""
-        rows = 1 + np.flatnonzero((slots[tree.parent[1:]] >= 0) & (tree.token[1:] < self._engine.vocab_size))
+    def _unscored(self, tree: DraftTree, slots: Ints, token: Ints) -> Ints:
+        """int64 [R]: rows that this drafter can score without a forward and has not scored this round; now it has.
+
+        `token` [N]: the tree's tokens in the drafter's ids, -1 for those it does not know.
+        """
+        rows = 1 + np.flatnonzero((slots[tree.parent[1:]] >= 0) & (token[1:] >= 0))
         scored, uids = self._round.scored, tree.uid[rows].tolist()
         new = np.array([uid not in scored for uid in uids], dtype=np.bool_)
         scored.update(uids)
@@ -185,38 +196,40 @@ class HFCausalLMDrafter(Drafter):
 
     def _process(self, tree: DraftTree, wanted: Ints, slots: Ints, committed: NDArray[np.int64]) -> None:
         """Forward `wanted` rows and ancestors, as far as that has not happened; `slots` [N] is completed in place."""
-        rows = self._unprocessed(tree, wanted, slots, committed)
+        if (slots[wanted] >= 0).all():
+            return
+        context, token = self._vocabulary.context(committed), self._vocabulary.own(tree.token)
+        token[0] = context[-1]  # of a root that the drafter reads as several tokens, the others are context
+        rows = self._unprocessed(tree, wanted, slots, context, token)
         if not rows:
             return
-        missed = self._missed(committed)
-        root_position = len(committed) - 1
+        missed = self._missed(context)
+        root_position = len(context) - 1
         first = self._engine.num_slots + len(missed)
         slots[rows] = np.arange(first, first + len(rows))
         self._round.add(tree, rows, slots, len(missed))
         logits, _ = self._engine.forward(
-            np.concatenate([missed, tree.token[rows]]),
+            np.concatenate([missed, token[rows]]),
             root_position + np.concatenate([np.arange(-len(missed), 0), tree.depth[rows]]),
             self._round.sees[self._engine.num_slots :],
         )
         self._round.logits.extend(logits)
         self._round.num_rows += len(logits)
 
-    def _unprocessed(self, tree: DraftTree, wanted: Ints, slots: Ints, committed: NDArray[np.int64]) -> list[int]:
+    def _unprocessed(self, tree: DraftTree, wanted: Ints, slots: Ints, context: Ints, token: Ints) -> list[int]:
         """The rows to forward, ascending: unprocessed ones among `wanted` and their ancestors.
 
-        What the model cannot take, be it for its vocabulary or its length, is left out with all below it.
+        `context` and `token` [N] are the committed and the tree's tokens in the drafter's ids. What the model cannot
+        take, be it for its vocabulary or its length, is left out with all below it.
         """
-        if (slots[wanted] >= 0).all():
+        if (context[self._engine.num_committed :] >= self._engine.vocab_size).any():
             return []
-        vocab_size, max_length = self._engine.vocab_size, self.max_length
-        takes = tree.token < vocab_size
-        if max_length is not None:
-            takes &= tree.depth < max_length - len(committed) + 1
+        takes = token >= 0
+        if self.max_length is not None:
+            takes &= tree.depth < self.max_length - len(context) + 1
         if not takes.all():
             for row, parent in enumerate(tree.parent.tolist()):
                 takes[row] &= row == 0 or takes[parent]
-        if (committed[self._engine.num_committed :] >= vocab_size).any():
-            return []
         parent, slot, rows = tree.parent.tolist(), slots.tolist(), set()
         for row in wanted[takes[wanted]].tolist():
             while row >= 0 and slot[row] < 0 and row not in rows:
@@ -224,12 +237,12 @@ class HFCausalLMDrafter(Drafter):
                 row = parent[row]
         return sorted(rows)
 
-    def _missed(self, committed: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _missed(self, context: Ints) -> Ints:
         """Committed tokens that the round's first forward must take along; long stretches are forwarded here."""
         engine = self._engine
         if engine.num_slots:
-            return committed[:0]
-        missed = committed[engine.num_committed : -1]
+            return context[:0]
+        missed = context[engine.num_committed : -1]
         if engine.num_committed == 0 and len(missed):
             engine.prefill(missed, Wants())
             return missed[:0]
@@ -260,12 +273,16 @@ class HFCausalLMDrafter(Drafter):
         index, token = (torch.as_tensor(column, device=log_probs.device) for column in (index, token))
         return _finite(log_probs[index, token].double().cpu().numpy())
 
-    def _best_children(self, slots: Ints, num_children: int, num_tokens: int) -> tuple[Ints, Floats]:
-        """Tokens and log probabilities [P * m]: the best m children of each of `slots` [P], of the first ids only."""
-        log_prob, token = self._log_probs(slots.tolist())[:, :num_tokens].topk(num_children)
+    def _best_children(self, slots: Ints, num_children: int, vocab_size: int) -> tuple[Ints, Floats]:
+        """The best children of each of `slots` [P]: the target's ids and log probabilities [P * m].
+
+        m is `num_children`, or less where there are fewer tokens to propose.
+        """
+        scores = self._vocabulary.proposable(self._log_probs(slots.tolist()), vocab_size)
+        log_prob, token = scores.topk(min(num_children, scores.shape[-1]))
         # One transfer: float64 holds token ids exactly.
         token, log_prob = torch.stack([token.double(), log_prob.double()]).flatten(1).cpu().numpy()
-        return token.astype(np.int64), _finite(log_prob)
+        return self._vocabulary.proposed(token.astype(np.int64)), _finite(log_prob)
 
 
 def _finite(log_prob: Floats) -> Floats:
@@ -274,31 +291,3 @@ def _finite(log_prob: Floats) -> Floats:
             "hf_causal_lm", "the model's logits are NaN", None, "Check its weights; float16 may overflow: try float32."
         )
     return np.maximum(log_prob, _LEAST_LOG_PROB)
-
-
-def num_shared_tokens(tokenizer: Any, vocab_size: int, target: TargetModel) -> int:
-    """How many ids, counted from 0, a drafter may propose to `target`.
-
-    With two tokenizers every id that both define must stand for the same text, and ids beyond the shorter of them
-    (rows that only pad the embedding) are left out. Without them nothing can be compared, and the sizes must agree.
-
-    Raises:
-        ModelError: the vocabularies differ.
-    """
-    if tokenizer is None or target.tokenizer is None:
-        if vocab_size != target.vocab_size:
-            raise ModelError(
-                "hf_causal_lm", f"a drafter of {vocab_size} tokens for a target of {target.vocab_size}, not both "
-                "with a tokenizer", "Allowed: equal sizes, or two tokenizers that agree (padding may then differ).",
-                "Give both models as folders that hold their tokenizers.",
-            )  # fmt: skip
-        return vocab_size
-    own, other = ({id_: text for text, id_ in each.get_vocab().items()} for each in (tokenizer, target.tokenizer))
-    differing = [id_ for id_, text in own.items() if other.get(id_, text) != text]
-    if differing:
-        first = min(differing)
-        raise ModelError(
-            "hf_causal_lm", f"token {first} is {own[first]!r} to the drafter and {other[first]!r} to the target",
-            "Allowed: a drafter that shares the target's tokenizer.", "Choose a drafter of the target's family.",
-        )  # fmt: skip
-    return min(vocab_size, target.vocab_size, max(own) + 1, max(other) + 1)

@@ -23,6 +23,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _ALLOWED = "Allowed: a folder, a hub id, FILE.gguf, ORG/REPO:FILE.gguf, demo:target, demo:middle."
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
+Loadable = ModelSpec | PreTrainedModel | tuple[PreTrainedModel, Any]
+"""What a `model` argument may be: what to load, a loaded model, or one with its tokenizer."""
+
 _loaded: "WeakValueDictionary[tuple[ModelSpec, _Place], PreTrainedModel]" = WeakValueDictionary()
 
 
@@ -39,20 +42,23 @@ class _Place:
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
-def load_causal_lm(model: ModelSpec | PreTrainedModel) -> tuple[PreTrainedModel, Any]:
+def load_causal_lm(model: Loadable) -> tuple[PreTrainedModel, Any]:
     """The model and its tokenizer (None where there is none); the same spec shares its weights while they live.
 
-    A loaded model is handed back as it is.
+    A loaded model is handed back as it is, and so is a pair of one and its tokenizer.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded as asked.
     """
     if isinstance(model, PreTrainedModel):
         return model, None
+    if isinstance(model, tuple) and len(model) == 2 and isinstance(model[0], PreTrainedModel):
+        return model
     if not isinstance(model, ModelSpec):
         raise ModelError(
-            "model", f"a {type(model).__name__}", "Allowed: what a registry file names, or a loaded model."
-        )
+            "model", f"a {type(model).__name__}",
+            "Allowed: what a registry file names, a loaded model, or (loaded model, tokenizer).",
+        )  # fmt: skip
     place = _place(model.path)
     key = (model, place)
     loaded = _loaded.get(key)

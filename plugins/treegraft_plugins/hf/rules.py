@@ -1,6 +1,7 @@
 """Processors, criteria and EOS of a request, built by transformers itself."""
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from transformers.utils import logging
 
 from treegraft.errors import RequestError
 from treegraft.sampling import SamplingOptions, SamplingRules
+
+_ONE_QUIET = threading.RLock()
 
 _STATELESS = {
     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper,
@@ -140,11 +143,12 @@ def _stop_strings(stop: Any, tokenizer: Any) -> tuple[StoppingCriteria, ...]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' remarks on settings that are overridden here anyway."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    # Both belong to the process: of two threads, one would take the other's silence for the caller's setting.
+    with _ONE_QUIET, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
             yield
-    finally:
-        logging.set_verbosity(verbosity)
+        finally:
+            logging.set_verbosity(verbosity)
