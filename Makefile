@@ -3,7 +3,7 @@
 # make lint   the same for style and types
 #
 # PYTHON=python3.12 picks another interpreter (3.11 or newer). Without a GPU, torch's much smaller CPU build will do:
-# make demo TORCH_FLAGS="--index-url <the index of CPU wheels that pytorch.org names>"
+# make demo TORCH_FLAGS="--index-url <the index of CPU wheels that PyTorch's installation page names>"
 
 PYTHON ?= python3
 TORCH_FLAGS ?=
