@@ -8,6 +8,8 @@ float64 forwards over the whole path.
 import numpy as np
 import pytest
 import torch
+from hf.families import FAMILIES, middle_of
+from hf.reference import last_logits
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -19,8 +21,10 @@ from transformers import (
     Qwen2Config,
 )
 
+import treegraft
 from treegraft.errors import ModelError
 from treegraft.interfaces import DraftRequest, ModelSpec, Observation
+from treegraft.registry import packaged_registry
 from treegraft.tree import DraftTree, Expansion
 from treegraft_plugins.hf.drafter import HFCausalLMDrafter
 from treegraft_plugins.hf.engine import TreeEngine
@@ -253,6 +257,47 @@ def test_rejecting_everything_leaves_the_cache_exact_where_drafter_and_target_sh
         target.commit(np.array([0]))
         play.accept(0, bonus)
     assert target.num_committed == len(play.committed) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 windowed"])
+def test_acceptance_returns_to_full_after_every_forced_reject(family):
+    """A target of the same weights accepts whole chains, save every third round, where it turns off half way."""
+    play = session(family)
+    for number in range(9):
+        chain = [0]
+        for _ in range(4):
+            play.draft(chain[-1:], branching=1)
+            chain.append(len(play.tree) - 1)
+        chosen = [int(play.reference(row).argmax()) for row in chain]
+        assert play.tree.token[chain[1:]].tolist() == chosen[:-1], "the chain is what the target would choose"
+        if number % 3 == 2:
+            play.accept(chain[2], bonus=(chosen[2] + 1) % VOCAB)
+        else:
+            play.accept(chain[-1], bonus=chosen[-1])
+        engine, fresh = play.drafter._engine, TreeEngine(play.model)
+        assert engine.num_committed == len(play.committed) - (1 if number % 3 == 2 else 2)
+        play.checking = True
+        fresh.prefill(np.array(play.committed[: engine.num_committed]), play.drafter.wants)
+        play.checking = False
+        for mine, expected in zip(engine.committed(), fresh.committed(), strict=True):
+            for states, others in zip(mine, expected, strict=True):
+                torch.testing.assert_close(states, others, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen2_window", "mistral_window", "gemma3"])
+def test_several_calls_a_round_past_a_window_of_eight(family):
+    """40 tokens with trees of 10, against one uncached forward a token."""
+    model = FAMILIES[family]()
+    pipeline = treegraft.load(
+        "treegraft_fixed", "costs={use: fixed}", "budget={use: fixed, verify_nodes: 10}",
+        models={"target": model, "middle": middle_of(model)}, registry=packaged_registry(),
+    )  # fmt: skip
+    result = pipeline.generate([7, 41, 3, 18, 7, 41], 40)
+    tokens = [7, 41, 3, 18, 7, 41]
+    for _ in range(40):
+        tokens.append(int(last_logits(model, tokens).argmax()))
+    assert result.token_ids == tokens[6:] and result.faults == []
+    assert result.source_calls["middle"] >= 2 * result.num_rounds and result.num_rounds < 30
 
 
 def test_start_forgets_and_costs_nothing():
