@@ -1,6 +1,7 @@
 """The front door, a `custom_generate` folder, stop strings, streamers, passed caches, and what is refused by name."""
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 
@@ -190,6 +191,7 @@ def test_the_front_door_with_a_name(speaker, tokenizer):
 
 def test_a_folder_as_transformers_loads_it(model, target, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # transformers adds the folder that it copies the code to
     expected = reference(model, PROMPT, 8, seed=3).tokens
     pipeline = loaded(target, ScriptedDrafter([*PROMPT, *expected]))
     for chosen in (pipeline, "all_small"):
@@ -203,6 +205,7 @@ def test_a_folder_as_transformers_loads_it(model, target, tmp_path, monkeypatch)
 # -- caches -----------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def prefilled(model, tokens, cache):
     model(input_ids=torch.tensor([tokens]), cache=cache)
     return cache
@@ -262,11 +265,11 @@ def test_a_passed_cache_is_continued_and_left_as_generate_leaves_it(model, gemma
     assert torch.equal(ours.sequences, theirs.sequences) and accepted(ours.treegraft) > 1
     assert ours.cache is caches[1]
     same_cache(caches[1], caches[0])
-    for cache in caches:  # and a next turn on it
-        follow = torch.cat([theirs.sequences[0, len(prompt) - len(tokens) :], torch.tensor([3, 4])])[None]
-        if not only_new:
-            again = which.generate(follow, attention_mask=torch.ones_like(follow), cache=cache, **options).sequences
-            assert torch.equal(again[:, : follow.shape[1]], follow)
+    # And a next turn on each, by transformers itself.
+    follow = {"input_ids": torch.tensor([[new[-1], 3, 4]])}
+    follow["attention_mask"] = torch.ones((1, len(tokens) + len(new) + 2), dtype=torch.long)
+    turns = [which.generate(**follow, cache=cache, **options).sequences for cache in caches]
+    assert torch.equal(*turns)
 
 
 def test_a_sampled_turn_is_the_same_with_and_without_the_cache(model, target):
@@ -341,8 +344,8 @@ def test_refused_by_name_before_anything_is_computed(model, target, monkeypatch,
         "front": lambda: treegraft.generate(model, None, pipeline, **options),
     }
     for door, call in doors.items():
-        if door == "custom_generate" and name == "token_healing":
-            continue  # transformers itself misses the tokenizer that it dropped
+        if door == "custom_generate" and name in ("token_healing", "cache_implementation"):
+            continue  # transformers itself fails: without the tokenizer that it dropped, or without a GPU
         with pytest.raises(treegraft.RequestError, match=name):
             call()
 
