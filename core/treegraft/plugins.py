@@ -72,7 +72,7 @@ class Failure:
     """A plugin that was found and could not be loaded."""
 
     provider: Provider
-    error: Exception
+    error: BaseException
 
     @property
     def reason(self) -> str:
@@ -108,7 +108,7 @@ class Plugins:
             provider = Provider(dist.name, dist.version) if dist else Provider(f"module {entry_point.module}")
             try:
                 self.add(entry_point.load(), provider)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a script exits on its own account
                 self.failures.append(Failure(provider, error))
 
     def load_module(self, name: str) -> None:
@@ -119,13 +119,22 @@ class Plugins:
         """
         try:
             module = import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"plugin {name!r}", f"cannot be imported ({type(error).__name__}: {error})",
                 "Allowed: the dotted name of a module on Python's path.",
             ) from error  # fmt: skip
-        if not self._manager.is_registered(module):  # an installed plugin may be named again, to no effect
+        if self._manager.is_registered(module):
+            return  # an installed plugin may be named again, to no effect
+        try:
             self.add(module, Provider(f"module {name}"))
+        except PluginError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"plugin {name!r}", f"its treegraft_register failed ({type(error).__name__}: {error})",
+                action="--debug shows where.",
+            ) from error  # fmt: skip
 
     def add(self, plugin: object, provider: Provider) -> None:
         """Take in a plugin (a module or any object with hook implementations) and what it registers, or nothing.

@@ -147,7 +147,8 @@ class Registry:
         if own.is_file():
             return registry if own.samefile(packaged) else registry._with_file(own)
         if path is not None:
-            raise ComposeError(str(path), "no such file", "Allowed: a registry file (YAML with models and pipelines).")
+            found = "not a file" if own.exists() else "no such file"
+            raise ComposeError(str(path), found, "Allowed: a registry file (YAML with models and pipelines).")
         return registry
 
     def _with_file(self, path: Path) -> "Registry":
@@ -187,6 +188,8 @@ class Registry:
         where: str = "pipeline"
         current: Any = name
         while current is not None:
+            if not isinstance(current, str):
+                raise ComposeError(where, f"{current!r}", "Allowed: the name of one pipeline.")
             if current in chain:
                 raise ComposeError(
                     where, f"a circle: {' -> '.join([*chain, current])}", "Allowed: one parent, never one's own heir."
@@ -223,7 +226,7 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, where: str, faults: Fau
     try:
         node = parent[key]
     except OmegaConfBaseException as error:
-        faults.add(where, one_line(error))
+        faults.add(where, one_line(error), "Allowed: ${models.NAME}, ${oc.env:NAME,DEFAULT}, or the text itself.")
         return None
     if isinstance(node, DictConfig):
         names: list[Any] = list(node)

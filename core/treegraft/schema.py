@@ -41,6 +41,7 @@ class SourceSchema:
 
 
 AT_LEAST_ONE = ("steps", "width", "branching")
+_ALLOWED: dict[Any, str] = {int: "an int", bool: "true or false", str: "a string"}
 
 
 def typed(schema: type[Any], written: Any, where: str, faults: Faults) -> Config:
@@ -59,7 +60,8 @@ def typed(schema: type[Any], written: Any, where: str, faults: Faults) -> Config
         try:
             OmegaConf.update(config, key, value)
         except OmegaConfBaseException as error:
-            faults.add(f"{where}.{key}", one_line(error))
+            allowed = _ALLOWED.get(attrs.fields_dict(schema)[key].type, "a mapping, such as {use: NAME}")
+            faults.add(f"{where}.{key}", one_line(error), f"Allowed: {'a mapping' if key == 'sources' else allowed}.")
     plain: Config = dict(OmegaConf.to_container(config))  # type: ignore[arg-type]
     for key in AT_LEAST_ONE:
         if key in plain and plain[key] < 1:
@@ -71,6 +73,8 @@ def typed(schema: type[Any], written: Any, where: str, faults: Faults) -> Config
 
 def model_spec(written: Any, where: str, faults: Faults) -> ModelSpec | None:
     """A ModelSpec from a path or from a mapping of its fields; None where that has faults."""
+    if written is None and faults.at(where):
+        return None  # an interpolation that leads nowhere
     fields = written if isinstance(written, dict) else {"path": written}
     if isinstance(fields.get("path"), dict):  # path: ${models.other}, where the other is a mapping
         fields = fields["path"] | {key: value for key, value in fields.items() if key != "path"}

@@ -109,8 +109,16 @@ def test_prompts_come_from_files_and_from_stdin_as_they_are(expected):
     assert read_prompt(None, "dos.txt") == "a\r\n b \n"
 
 
-@pytest.mark.parametrize("given", [(), ("--prompt", "a", "--prompt-file", "-"), ("--prompt", "a", "--system", "b")])
-def test_a_prompt_that_is_not_exactly_one_is_bad_use(given):
+@pytest.mark.parametrize(
+    "given",
+    [
+        (),
+        ("--prompt", "a", "--prompt-file", "-"),
+        ("--prompt", "a", "--system", "b"),
+        ("--prompt", "a", "--max-new-tokens", "-1"),
+    ],
+)
+def test_options_that_do_not_go_together_or_are_out_of_range_are_bad_use(given):
     result = run("plain", *given)
     assert result.exit_code == 2 and result.stdout == ""
     assert "Usage: " in result.stderr and "Error: " in result.stderr
@@ -122,9 +130,9 @@ def test_a_prompt_that_is_not_exactly_one_is_bad_use(given):
         (("--prompt-file", "no.txt"), "RequestError: --prompt-file no.txt: No such file or directory\n  Allowed"),
         (("--prompt-file", "latin.txt"), "RequestError: --prompt-file latin.txt: not UTF-8 (at byte 3)\n  Allowed"),
         (("--prompt", ""), "RequestError: prompt: no tokens\n  Allowed"),
+        (("--prompt", "caf\udce9"), "RequestError: --prompt: not UTF-8 (at character 3)\n  Allowed"),
         (("--prompt", "a", "--temperature", "-1"), "RequestError: temperature: -1.0\n  Allowed"),
         (("--prompt", "a", "--top-k", "5"), "RequestError: temperature: 0 beside top_p or top_k"),
-        (("--prompt", "a", "--max-new-tokens", "-1"), "RequestError: max_new_tokens: -1\n  Allowed"),
         (("--prompt", "a", "--chat"), "RequestError: --chat: the target's tokenizer has no chat template"),
         (("--prompt", "a", "steps=0"), "ComposeError: pipelines.plain.steps: 0\n  Allowed"),
     ],
@@ -135,6 +143,15 @@ def test_what_cannot_be_honoured_is_refused_in_four_parts(args, message):
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(message)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [("--temperature", "-1"), ("--top-k", "5"), ("--stop", ""), ("--seed", "-1"), ("--top-p", "nan")]
+)
+def test_a_request_that_cannot_be_honoured_is_refused_before_any_model_is_loaded(options):
+    result = run("plain", "models.target=./nowhere", "--prompt", "a", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("RequestError: "), "not the ModelError of ./nowhere"
 
 
 def test_a_model_that_cannot_be_loaded_is_a_failure():
@@ -151,6 +168,11 @@ def tokenizer():
     loaded = treegraft.load("plain", "target.self_check=false").tokenizer
     loaded.chat_template = TEMPLATE
     return loaded
+
+
+def test_a_system_message_that_is_not_utf8_is_refused(tokenizer):
+    with pytest.raises(RequestError, match=r"--system: not UTF-8 \(at character 0\)"):
+        chat_prompt(tokenizer, "hello", "\udce9", {})
 
 
 def test_chat_puts_messages_into_the_template_without_special_tokens_of_its_own(tokenizer):

@@ -82,6 +82,9 @@ def test_abstract_is_not_inherited_and_not_run(compose):
         ("mine: {extends: yours}\nyours: {extends: mine}", r"yours\.extends: a circle: mine -> yours -> mine"),
         ("mine: {extends: mine}", "a circle: mine -> mine"),
         ("mine: [one]", r"pipelines\.mine: \['one'\]\n  Allowed: a mapping"),
+        ("mine: {extends: [one, two]}", r"mine\.extends: \['one', 'two'\]\n  Allowed: the name of one pipeline"),
+        ("mine: {extends: {one: 1}}", r"mine\.extends: \{'one': 1\}\n  Allowed: the name of one pipeline"),
+        ("mine: {extends: 3}", r"mine\.extends: 3\n  Allowed: the name of one pipeline"),
     ],
 )
 def test_faulty_inheritance_is_refused(compose, own, message):
@@ -156,11 +159,14 @@ def test_an_override_may_bring_a_model_of_its_own(compose):
         ("extends=one", "settled in the file"),
         ("abstract=false", "settled in the file"),
         ("models=x", "override 'models=x'"),
-        ("steps=2.5", r"pipelines\.two\.steps: Value '2\.5' of type 'float' could not be converted to Integer"),
+        (
+            "steps=2.5",
+            r"pipelines\.two\.steps: Value '2\.5' of type 'float' could not be converted to Integer\n  Allowed: an int",
+        ),
         ("steps=true", r"steps: Value 'True' of type 'bool'"),
         ("steps=0", r"steps: 0\n  Allowed: an int >= 1"),
         ("sources.small.width=0", r"width: 0\n  Allowed: an int >= 1"),
-        ("budget=toy", r"pipelines\.two\.budget: Cannot assign str"),
+        ("budget=toy", r"pipelines\.two\.budget: Cannot assign str .*\n  Allowed: a mapping, such as \{use: NAME\}"),
         ("budget={verify_nodes: -1}", r"pipelines\.two\.budget: ValueError: .*verify_nodes.*-1"),
         ("calibration=maybe", "Allowed: on, off"),
     ],
@@ -206,6 +212,18 @@ def test_an_interpolation_that_leads_nowhere_is_a_fault_at_its_place(compose, mo
     assert "pipelines.two.steps: KeyError raised while resolving interpolation" in text and "NOPE" in text
     assert "pipelines.two.scheduler.pattern[1]: Interpolation key 'models.nope' not found" in text
     assert "models.middle.path: Interpolation key 'nope' not found" in text
+    assert text.count("Allowed: ${models.NAME}, ${oc.env:NAME,DEFAULT}") == 3
+
+
+@pytest.mark.parametrize("written", ["${models.nope}", "${oc.env:NOPE}", "${models.target}", "${nonsense:1}"])
+def test_a_model_that_leads_nowhere_is_one_fault(plugins, tmp_path, monkeypatch, written):
+    monkeypatch.delenv("NOPE", raising=False)
+    own = tmp_path / "own.yaml"
+    content = OmegaConf.to_container(OmegaConf.create(toy_plugin.REGISTRY))
+    content["models"]["target"] = written
+    own.write_text(OmegaConf.to_yaml(content))
+    with pytest.raises(ComposeError, match=r"^models\.target: .*\n  Allowed: \$\{models\.NAME\}"):
+        resolve("one", registry=own, plugins=plugins)
 
 
 def test_an_interpolation_that_is_none_is_refused(compose):

@@ -166,6 +166,26 @@ def test_a_module_loads_by_name(entry_points):
         load_plugins(["no_such_module"])
 
 
+def test_a_plugin_that_exits_is_one_that_failed(entry_points, monkeypatch, tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=r"exits.*cannot be imported \(SystemExit: 3\)"):
+        load_plugins(["exits"])
+    entry_points(("treegraft-exits", "1", "exits"), ("toys", "1", "toy_plugin"))
+    loaded = load_plugins()
+    assert [str(failure) for failure in loaded.failures] == ["treegraft-exits 1 (SystemExit: 3)"]
+    assert loaded.providers == [Provider("toys", "1")]
+
+
+def test_a_module_that_fails_to_register_is_named(entry_points, monkeypatch):
+    entry_points()
+    broken = types.ModuleType("broken_plugin")
+    broken.treegraft_register = hookimpl(specname="treegraft_register")(lambda register: 1 / 0)
+    monkeypatch.setitem(sys.modules, "broken_plugin", broken)
+    with pytest.raises(PluginError, match=r"plugin 'broken_plugin': .* failed \(ZeroDivisionError: division by zero\)"):
+        load_plugins(["broken_plugin"])
+
+
 def test_naming_an_installed_plugin_again_changes_nothing(entry_points):
     entry_points(("toys", "1", "toy_plugin"))
     assert load_plugins(["toy_plugin"]).providers == [Provider("toys", "1")]

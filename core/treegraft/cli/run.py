@@ -18,6 +18,7 @@ from treegraft.compose import ResolvedPipeline, build
 from treegraft.errors import RequestError
 from treegraft.interfaces import ModelSpec
 from treegraft.pipeline import Generation, Pipeline, Prompt
+from treegraft.sampling import SamplingOptions, SeededDraws
 
 Command = Callable[..., Any]
 
@@ -42,7 +43,9 @@ def prompt_options(command: Command) -> Command:
 def sampling_options(command: Command) -> Command:
     """Adds what `Pipeline.generate` takes, by the same names."""
     decorators = (
-        click.option("--max-new-tokens", type=int, default=256, show_default=True, help="Most tokens to emit."),
+        click.option(
+            "--max-new-tokens", type=click.IntRange(min=0), default=256, show_default=True, help="Most tokens to emit."
+        ),
         click.option(
             "--temperature", type=float, default=0.0, show_default=True, help="0 takes the most probable token."
         ),
@@ -89,6 +92,7 @@ def run(
     if not chat and (system is not None or template):
         raise click.UsageError("--system and --template need --chat.")
     arguments = template_arguments(template)
+    check_sampling(sampling)
     text = read_prompt(prompt, prompt_file)
     with quiet():
         resolved = with_defaults(resolve_options(pipeline, overrides, registry, modules), dtype, device)
@@ -104,18 +108,37 @@ def run(
         click.echo(summary(generation, sampled=sampling["temperature"] > 0), err=True)
 
 
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Refuse what generating would refuse, before models are loaded for it.
+
+    Raises:
+        RequestError: an option that cannot be honoured.
+    """
+    SamplingOptions(sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["stop"])
+    SeededDraws(sampling["seed"])
+
+
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """The prompt's text: as given, of a UTF-8 file, or of stdin for "-".
 
     Raises:
         click.UsageError: both, or neither.
-        RequestError: the file cannot be read.
+        RequestError: the file cannot be read, or the text is not UTF-8.
     """
     if (prompt is None) == (file is None):
         raise click.UsageError("Give exactly one of --prompt and --prompt-file.")
     if file is None:
-        return prompt or ""
+        return checked_text("--prompt", prompt or "")
     return read_text("--prompt-file", file)
+
+
+def checked_text(option: str, text: str) -> str:
+    """A text of the command line, in which Python keeps bytes that are not UTF-8 as something no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(option, f"not UTF-8 (at character {error.start})", "Allowed: text in UTF-8.") from error
+    return text
 
 
 def read_text(option: str, file: str) -> str:
@@ -159,7 +182,7 @@ def chat_prompt(tokenizer: Any, text: str, system: str | None, arguments: Mappin
     for name in arguments:
         if name not in template:
             raise RequestError(f"--template {name}", "the chat template does not read it", "Allowed: what it reads.")
-    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages = [] if system is None else [{"role": "system", "content": checked_text("--system", system)}]
     messages.append({"role": "user", "content": text})
     try:
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
