@@ -77,7 +77,7 @@ def test_json_says_the_same_and_a_tolerance_decides(expected):
 def test_text_decoded_in_half_precision_is_audited_in_float32_with_a_wider_tolerance():
     result = command("audit", "--dtype", "bfloat16", "--json")
     found = json.loads(result.stdout)
-    assert (result.exit_code, found["tolerance"]) == (0, 0.25)
+    assert (result.exit_code, found["tolerance"]) == (0, 0.5)
     assert found["passed"] and found["num_new_tokens"] == 12
 
 
