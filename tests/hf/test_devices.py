@@ -56,9 +56,21 @@ def test_a_device_map_places_a_model_with_accelerate(tmp_path):
     middle_of(target).save_pretrained(tmp_path / "middle")
     paths = {name: str(tmp_path / name) for name in ("target", "middle")}
     exact = ("models.target.dtype=float64", "models.middle.dtype=float64")
-    pipeline, result = run(paths, *exact, "models.target.device_map=auto", "models.middle.device_map=auto")
-    assert pipeline.target.model.hf_device_map
+    _, result = run(paths, *exact, "models.target.device_map=auto", "models.middle.device_map=auto")
     assert result.token_ids == generated(target, PROMPT, NUM_TOKENS) and accepted(result) > 0
+
+
+def test_layers_in_several_places_are_served_through_accelerates_hooks(tmp_path):
+    """A layer on disk stands for one on another device: its weights are on none between forwards."""
+    accelerate = pytest.importorskip("accelerate")
+    target = FAMILIES["llama"]()
+    expected, middle = generated(target, PROMPT, NUM_TOKENS), middle_of(target)
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    layers = {f"model.layers.{index}": "disk" if index == 1 else "cpu" for index in range(3)}
+    placed = accelerate.dispatch_model(target, places | layers, main_device="cpu", offload_dir=tmp_path)
+    assert placed.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    _, result = run({"target": placed, "middle": middle})
+    assert result.token_ids == expected and accepted(result) > 0
 
 
 def test_a_quantised_gguf_target_decodes_as_transformers_decodes_it(tmp_path):
