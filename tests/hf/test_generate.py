@@ -241,7 +241,9 @@ def test_a_prompt_after_another_and_alone(model, target):
     before = copy.deepcopy((model.config.to_dict(), model.generation_config.to_dict()))
     own = GenerationConfig(max_new_tokens=8, repetition_penalty=1.2)
     own_before = own.to_dict()
-    expected = reference(model, PROMPT, 8, processors=built(model, PROMPT, repetition_penalty=1.2)).tokens
+    expected = reference(
+        model, PROMPT, 8, processors=built(model, PROMPT, max_new_tokens=8, repetition_penalty=1.2)
+    ).tokens
     outputs = []
     for prompts in ([[5, 6, 7], PROMPT], [PROMPT]):
         pipeline = loaded(target, ScriptedDrafter([*PROMPT, *expected]))
