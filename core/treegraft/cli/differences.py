@@ -95,7 +95,10 @@ class Report:
         return str(token) if text is None else f"{text!r} ({token})"
 
     def _decoded(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token])
+        if self.tokenizer is None:
+            return None
+        text: str = self.tokenizer.decode([token])
+        return text
 
 
 def _finite(gap: float) -> float | None:
