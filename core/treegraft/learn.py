@@ -69,19 +69,16 @@ def _worth(tree: DraftTree, tokens: tuple[int, ...], rate: float, target_ms: Flo
 def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
     """Label the children of every node on the emitted path: did the target choose them?"""
     tree, acceptance = state.tree, state.statistics.acceptance
-    parent, drafted = tree.parent.tolist(), tree.token.tolist()
-    next_token = {0: tokens[0]}  # by row on the emitted path
-    rows: list[int] = []
-    labels: list[bool] = []
-    # Children come after their parents, so that one pass follows the path.
-    for row in range(1, len(parent)):
-        if parent[row] in next_token:
-            chosen = drafted[row] == next_token[parent[row]]
-            rows.append(row)
-            labels.append(chosen)
-            if chosen and tree.depth[row] < len(tokens):
-                next_token[row] = tokens[tree.depth[row]]
-    labelled, accepted = tree.nodes[rows], np.array(labels, dtype=np.bool_)
+    row, rows, labels = 0, [], []
+    for token in tokens:
+        children = np.flatnonzero(tree.parent == row)
+        chosen = tree.token[children] == token
+        rows.append(children)
+        labels.append(chosen)
+        if not chosen.any():
+            break
+        row = int(children[chosen.argmax()])
+    labelled, accepted = tree.nodes[np.concatenate(rows)], np.concatenate(labels)
     for scorer in set(labelled["scorer"].tolist()):
         own = labelled["scorer"] == scorer
         acceptance.learn_edges(scorer, labelled["edge_score"][own], labelled["depth"][own], accepted[own])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import attrs
 import numpy as np
@@ -127,11 +128,10 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
             except Exception as error:
                 laps.source_lap(name)
                 request.fault(request, source, error)
-                state = attrs.evolve(state, sources=request.sources)
         elif not any(len(_candidates(other, state)) for other in state.sources.values()):
             break
         step = step or _idle_step(name, state.tree)  # a step that adds nothing still counts as one
-        state = attrs.evolve(state, tree=step.tree, steps=(*state.steps, step))
+        state = state.after(step, request.sources)
         laps.lap("build")
         if len(step.positions) and name in request.warm:
             state.statistics.costs.record_source(name, step.num_rows, (laps.now - begin) * 1e3)
@@ -144,9 +144,8 @@ def _draft_step(
 ) -> StepRecord:
     """One source's step: rescore, choose positions, draft, graft."""
     tree, drafter, acceptance = state.tree, source.drafter, state.statistics.acceptance
-    question = DraftRequest(
-        tree=tree,
-        positions=np.zeros(0, np.int64),
+    question = partial(
+        DraftRequest,
         branching=source.branching,
         max_nodes=source.width * source.branching + max_nodes,
         max_depth=_max_depth(source, state),
@@ -159,24 +158,25 @@ def _draft_step(
     num_rows = 0
     if source.rescore:
         laps.lap("build")
-        rescoring = drafter.rescore(tree, candidates, question)
+        asked = question(tree, np.zeros(0, np.int64))
+        rescoring = drafter.rescore(tree, candidates, asked)
         own_ms += laps.source_lap(source.name)
-        question.check(rescoring)
+        asked.check(rescoring)
         edges = acceptance.calibrated(source.index, rescoring.log_prob, tree.depth[rescoring.rows])
         tree = tree.rescored(rescoring.rows, edges, source.index, source.overrules)
         candidates, rescored, num_rows = rescoring.processed, rescoring.rows, drafter.num_rows
     best = np.lexsort((tree.depth[candidates], -tree.path_score[candidates]))[: source.width]
     tree = tree.mark(candidates[best], source.index)
-    question = attrs.evolve(question, tree=tree, positions=candidates[best])
+    asked = question(tree, candidates[best])
     laps.lap("build")
-    expansion = drafter.draft(question)
+    expansion = drafter.draft(asked)
     own_ms += laps.source_lap(source.name)
     num_rows = max(num_rows, drafter.num_rows)
-    question.check(expansion)
+    asked.check(expansion)
     edges = acceptance.calibrated(source.index, expansion.log_prob, expansion.depths(tree))
-    expansion = attrs.evolve(expansion, log_prob=edges)
+    expansion = expansion.scored(edges)
     grown = source.graft_policy.graft(tree, expansion, source)
-    return StepRecord(source.name, state.tree, grown, question.positions, expansion, rescored, num_rows, own_ms)
+    return StepRecord(source.name, state.tree, grown, asked.positions, expansion, rescored, num_rows, own_ms)
 
 
 def _opening_state(parts: Parts, request: Request) -> RoundState:
