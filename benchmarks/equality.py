@@ -1,7 +1,7 @@
 """Does every pipeline say what plain decoding says? All held-out prompts, greedy and sampled with a seed.
 
     python benchmarks/equality.py [--pipelines NAME,...] [--prompts FILE] [--limit N] [--max-new-tokens 128]
-                                  [--temperatures 0,0.8] [KEY=VALUE ...]
+                                  [--temperatures 0,0.8] [--top-p 1.0] [--seed 1] [KEY=VALUE ...]
 
 Prints a line for every output that differs and `N of N equal`; exits 1 on a difference. Costs are fixed and the budget
 is full unless overridden, so that trees are as large as they get and a run can be repeated.
@@ -22,7 +22,8 @@ from prompts import HELD_OUT, read_prompts
 import treegraft
 from treegraft.pipeline import Generation, Pipeline
 from treegraft.registry import Registry
-from treegraft.sampling import SeededDraws
+from treegraft.sampling import SamplingOptions, SeededDraws
+from treegraft_plugins.hf.rules import warpers
 
 OVERRIDES = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
 
@@ -35,14 +36,15 @@ def main() -> int:
     pipelines = {name: treegraft.load(name, *OVERRIDES, *options.overrides) for name in options.pipelines.split(",")}
     for number, prompt in enumerate(prompts):
         for temperature in map(float, options.temperatures.split(",")):
-            request = {"max_new_tokens": options.max_new_tokens, "temperature": temperature, "seed": options.seed}
+            sampling = {"temperature": temperature, "top_p": options.top_p if temperature else 1.0}
+            request = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling}
             expected = plain.generate(prompt, **request)
             for name, pipeline in pipelines.items():
                 found = pipeline.generate(prompt, **request)
                 num_runs += 1
                 num_equal += found.token_ids == expected.token_ids
                 if found.token_ids != expected.token_ids:
-                    where = difference(plain, prompt, found, expected, temperature)
+                    where = difference(plain, prompt, found, expected, SamplingOptions(**sampling))
                     print(f"prompt {number}, temperature {temperature:g}, {name}: {where}", flush=True)
         print(f"prompt {number + 1}/{len(prompts)}: {num_equal} of {num_runs} equal so far", file=sys.stderr)
     print(f"{num_equal} of {num_runs} equal")
@@ -57,35 +59,36 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every pipeline but plain")
     return parser.parse_args()
 
 
-def difference(plain: Pipeline, prompt: str, found: Generation, expected: Generation, temperature: float) -> str:
+def difference(plain: Pipeline, prompt: str, found: Generation, expected: Generation, options: SamplingOptions) -> str:
     """Where two outputs part, and how close the target's call was there."""
     pairs = zip(found.token_ids, expected.token_ids, strict=False)
     shared = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
     if shared is None:
         return f"{len(found.token_ids)} tokens, not {len(expected.token_ids)}"
     tokens = [*plain.tokenizer(prompt)["input_ids"], *expected.token_ids[:shared]]
-    logits = next_logits(plain, tokens)
-    if temperature == 0:
-        best, second = logits.topk(2).values.tolist()
+    scores = warpers(options).process(torch.tensor([tokens]), next_logits(plain, tokens))[0]
+    if options.temperature == 0:
+        best, second = scores.topk(2).values.tolist()
         closeness = best - second
     else:
-        edges = (logits.double() / temperature).softmax(-1).cumsum(-1)
+        edges = scores.double().softmax(-1).cumsum(-1)
         closeness = float((edges - SeededDraws(expected.seed).uniform(len(tokens))).abs().min())
     return f"token {shared} is {found.token_ids[shared]}, not {expected.token_ids[shared]} ({closeness:.1e} apart)"
 
 
 @torch.inference_mode()
 def next_logits(plain: Pipeline, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [V] after `tokens`, the last of them forwarded alone as plain decoding does."""
+    """Logits [1, V] after `tokens`, the last of them forwarded alone as plain decoding does."""
     model = plain.target.model
     ids = torch.tensor([list(tokens)], device=model.device)
     cache = model(input_ids=ids[:, :-1]).cache
-    return model(input_ids=ids[:, -1:], cache=cache).logits[0, -1].float()
+    return model(input_ids=ids[:, -1:], cache=cache).logits[:, -1].float()
 
 
 if __name__ == "__main__":

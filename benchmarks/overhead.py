@@ -41,7 +41,10 @@ def report(name: str, value: float, limit: float | None = None) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
-    num_rounds = parser.parse_args().rounds
+    parser.add_argument("--threads", type=int, default=1, help="of torch; more than one is slower for so small models")
+    options = parser.parse_args()
+    num_rounds = options.rounds
+    torch.set_num_threads(options.threads)
     target, tokenizer = load_causal_lm(treegraft.ModelSpec("demo:target"))
     middle, _ = load_causal_lm(treegraft.ModelSpec("demo:middle"))
     text = library_tokens(tokenizer, LONG)

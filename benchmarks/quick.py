@@ -1,6 +1,6 @@
 """Throughput on the demo pair: every arm on every prompt, interleaved, medians of repeats.
 
-    python benchmarks/quick.py [--json] [--prompts FILE] [--limit 20] [--repeats 5] [--arms plain,all_small,...]
+    python benchmarks/quick.py [--json] [--prompts FILE] [--limit 20] [--repeats 5] [--arms plain,...] [--threads 1]
 
 Two kinds of figures. The clock's: tokens/s and the ratio to plain, with the spread of a second plain arm beside it.
 And a deterministic one: tokens emitted per modelled ms, by the same pipelines under one frozen cost table
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from prompts import HELD_OUT, read_prompts
 
 import treegraft
@@ -52,9 +53,11 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--arms", default=ARMS)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; more than one is slower for so small models")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every pipeline")
     options = parser.parse_args()
 
+    torch.set_num_threads(options.threads)
     prompts = read_prompts(options.prompts, options.limit)
     target, tokenizer = load_causal_lm(treegraft.ModelSpec("demo:target"))
     middle, _ = load_causal_lm(treegraft.ModelSpec("demo:middle"))

@@ -3,6 +3,8 @@
 `load` turns a pipeline of a registry file into a `Pipeline`. The rest is what plugins implement and exchange.
 """
 
+from importlib import metadata
+
 from treegraft.compose import load
 from treegraft.errors import (
     ComposeError,
@@ -43,6 +45,8 @@ from treegraft.pipeline import Generation, Pipeline
 from treegraft.sampling import Scores
 from treegraft.statistics import CostModel
 from treegraft.tree import DraftTree, Expansion
+
+__version__ = metadata.version("treegraft")
 
 __all__ = [
     "BudgetPolicy",

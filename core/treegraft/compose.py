@@ -265,7 +265,9 @@ class _Resolver:
         config = typed(PipelineSchema, lay_over({"target": DEFAULT_TARGET}, written), where, self.faults)
         for key, kind in PIPELINE_PARTS.items():
             self.part(key, kind, config[key])
-        for name, source in config["sources"].items():
+        known = self.known_sources(config["sources"])
+        for name in known:
+            source = config["sources"][name]
             keys = config["sources"][name] = typed(SourceSchema, source, f"{where}.sources.{name}", self.faults)
             for key, kind in SOURCE_PARTS.items():
                 if key != "edges" or keys[key] is not None:
@@ -274,11 +276,20 @@ class _Resolver:
             if keys["edges"] is None:
                 del keys["edges"]
         self.check_models()
-        sources = {name: SourceSchema(**keys) for name, keys in config["sources"].items()}
+        sources = {name: SourceSchema(**config["sources"][name]) for name in known}
         self.try_parts(list(sources))
         return ResolvedPipeline(
             self.name, config, self.parts, sources, self.models, self.registry.files, self.plugins
         )  # fmt: skip
+
+    def known_sources(self, sources: Config) -> list[str]:
+        """The names of the sources, less those that a slip in an override's path seems to have made."""
+        keys = {name: set(source) if isinstance(source, dict) else set() for name, source in sources.items()}
+        whole = [name for name in sources if "draft" in keys[name]]
+        slips = [name for name in sources if whole and keys[name] and not keys[name] & {"draft", "select", "graft"}]
+        for name in slips:
+            self.faults.unknown(f"pipelines.{self.name}.sources.{name}", "source", name, whole)
+        return [name for name in sources if name not in slips]
 
     # -- components ---------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,12 @@ class DraftRequest:
             InvariantError: naming the rule.
         """
         if isinstance(answer, Rescoring):
-            _require(bool((answer.log_prob <= 0).all()), "D4 rescored log_prob finite and <= 0")
+            rows, log_prob = answer.rows, answer.log_prob
+            given = np.concatenate([rows, answer.processed]).astype(np.uint64)
+            _require(len(rows) == len(log_prob), "rescored rows and log_prob of one length")
+            _require(not len(given) or given.max() < len(self.tree), "rescored and processed rows in the tree")
+            finite = not len(log_prob) or (log_prob.max() <= 0 and log_prob.min() > -np.inf)
+            _require(finite, "D4 rescored log_prob finite and <= 0")
             return
         _require(isinstance(answer, Expansion), "draft returns an Expansion")
         anchor, token, log_prob = answer.anchor, answer.token, answer.log_prob

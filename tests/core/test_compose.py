@@ -149,7 +149,7 @@ def test_an_override_may_bring_a_model_of_its_own(compose):
         ("stepz=3", r"pipelines\.two\.stepz: no key named 'stepz'[\s\S]*Did you mean 'steps'"),
         ("sources.middle.widht=3", r"sources\.middle\.widht: no key[\s\S]*Did you mean 'width'"),
         ("sources.middle.draft.limit=3", r"draft\.limit: no argument named 'limit'[\s\S]*rescore_limit"),
-        ("sources.midle.width=3", r"pipelines\.two\.sources\.midle\.draft: no drafter is named[\s\S]*toy_lookup"),
+        ("sources.midle.width=3", r"pipelines\.two\.sources\.midle: no source named 'midle'[\s\S]*Did you mean 'middle'"),
         ("models.midle=x", r"models\.midle: no model named 'midle'[\s\S]*Did you mean 'middle'"),
         ("models.middle.dtpye=x", r"models\.middle\.dtpye: no field[\s\S]*Did you mean 'dtype'"),
         ("steps", "override 'steps': no KEY=VALUE"),
