@@ -6,7 +6,7 @@ from pathlib import Path
 import attrs
 import pytest
 import toy_plugin
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -108,8 +108,20 @@ components = st.recursive(
 mappings = st.dictionaries(st.sampled_from("abc"), components, max_size=3)
 
 
+def kinds_agree(*layers):
+    """Whether no key is a mapping in one layer and something else in another: what replaces has an order."""
+    for key in {key for layer in layers for key in layer}:
+        values = [layer[key] for layer in layers if key in layer]
+        if len({isinstance(value, dict) for value in values}) > 1:
+            return False
+        if isinstance(values[0], dict) and not kinds_agree(*values):
+            return False
+    return True
+
+
 @given(mappings, mappings, mappings)
 def test_laying_over_goes_level_by_level_in_any_grouping(first, second, third):
+    assume(kinds_agree(first, second, third))
     assert lay_over(first, {}) == lay_over({}, first) == first
     assert lay_over(lay_over(first, second), third) == lay_over(first, lay_over(second, third))
 
@@ -149,7 +161,7 @@ def test_an_override_may_bring_a_model_of_its_own(compose):
         ("stepz=3", r"pipelines\.two\.stepz: no key named 'stepz'[\s\S]*Did you mean 'steps'"),
         ("sources.middle.widht=3", r"sources\.middle\.widht: no key[\s\S]*Did you mean 'width'"),
         ("sources.middle.draft.limit=3", r"draft\.limit: no argument named 'limit'[\s\S]*rescore_limit"),
-        ("sources.midle.width=3", r"pipelines\.two\.sources\.midle: no source named 'midle'[\s\S]*Did you mean 'middle'"),
+        ("sources.midle.width=3", r"pipelines\.two\.sources\.midle: no source named[\s\S]*Did you mean 'middle'"),
         ("models.midle=x", r"models\.midle: no model named 'midle'[\s\S]*Did you mean 'middle'"),
         ("models.middle.dtpye=x", r"models\.middle\.dtpye: no field[\s\S]*Did you mean 'dtype'"),
         ("steps", "override 'steps': no KEY=VALUE"),

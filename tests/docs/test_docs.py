@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from treegraft.cli import COMMANDS, main
 from treegraft.interfaces import ModelSpec
-from treegraft.plugins import load_plugins
+from treegraft.plugins import installed_plugins, load_plugins
 from treegraft.registry import Registry
 from treegraft.schema import PipelineSchema, SourceSchema
 from treegraft_plugins.hf.generation_options import GENERATION_OPTIONS
@@ -41,7 +41,9 @@ def workplace(tmp_path, monkeypatch, cache):
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    installed_plugins.cache_clear()  # another test may have looked before the example was there
     yield folder
+    installed_plugins.cache_clear()
     sys.modules.pop("treegraft_echo", None)
     importlib.invalidate_caches()
 

@@ -70,6 +70,7 @@ class Output:
 @click.pass_context
 def audit(
     ctx: click.Context,
+    /,
     pipeline: str,
     overrides: Sequence[str],
     registry: Path | None,
@@ -146,7 +147,7 @@ def generated(
     pipeline: Pipeline, prompt: Callable[[Any], Ints], sampling: Mapping[str, Any]
 ) -> tuple[TargetModel, Output]:
     """Generate, and keep no more of the pipeline than its target."""
-    generation = pipeline.generate(prompt(pipeline.target.tokenizer), **sampling)
+    generation = pipeline.generate(prompt(pipeline.target.tokenizer).tolist(), **sampling)
     return pipeline.target, Output(generation.token_ids, generation.seed, generation.lossless_note is not None)
 
 
