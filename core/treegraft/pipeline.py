@@ -3,6 +3,7 @@
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,9 @@ class _Totals:
             self.source_ms[name] = self.source_ms.get(name, 0.0) + ms
 
 
+_BUSY: "weakref.WeakKeyDictionary[TargetModel, threading.Lock]" = weakref.WeakKeyDictionary()
+
+
 class Pipeline:
     """Drafters, scheduler and the rest around one target; made by `treegraft.load`.
 
@@ -138,7 +142,7 @@ class Pipeline:
         self.name, self.target, self.sources, self.costs = name, target, tuple(sources), costs
         self.calibration, self.on_round, self._rebuild = calibration, on_round, rebuild
         self.tokenizer = tokenizer if tokenizer is not None else target.tokenizer
-        self._busy = threading.Lock()
+        self._busy = _BUSY.setdefault(target, threading.Lock())  # pipelines may share a target object
         for source in self.sources:
             if source.drafter.proposals not in verifier.accepts:
                 raise ComposeError(
@@ -209,6 +213,8 @@ class Pipeline:
         stop: str | Sequence[str] | None = None,
     ) -> Generator[RoundRecord, None, Generation]:
         """The RoundRecords of `generate` as they finish; the generator's return value is the Generation."""
+        if not isinstance(stop, str | Sequence | None):
+            raise RequestError("stop", f"{stop!r}", "Allowed: a string, a list of strings, or None.")
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         options = SamplingOptions(temperature, top_p, top_k, stops)
         draws = SeededDraws(seed)
@@ -291,7 +297,7 @@ class Pipeline:
         if not self._busy.acquire(blocking=False):
             raise PipelineBusyError(
                 f"pipelines.{self.name}", "a second request while one is still under way",
-                "A pipeline serves one request at a time.", "Finish or close the first, or load another pipeline.",
+                "A pipeline serves one request at a time.", "Finish or close the first, or clone the pipeline.",
             )  # fmt: skip
         try:
             begin = time.perf_counter()
@@ -390,7 +396,7 @@ class Pipeline:
         else:
             ids = prompt
         allowed = f"Allowed: at least one token id, each an int in [0, {self.target.vocab_size})."
-        if not isinstance(ids, Sequence | np.ndarray) or not len(ids):
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, bytes) or not len(ids):
             raise RequestError("prompt", "no tokens" if isinstance(ids, Sequence) else f"{prompt!r:.60}", allowed)
         for index, token in enumerate(ids):
             is_int = isinstance(token, int | np.integer) and not isinstance(token, bool)

@@ -128,7 +128,10 @@ class SamplingOptions:
 
     def __attrs_post_init__(self) -> None:
         checks = {
-            "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            "temperature": (
+                _is_number(self.temperature) and (self.temperature == 0 or self.temperature >= 1e-6),
+                "0, or a finite number >= 1e-6 (float32 logits overflow below)",
+            ),
             "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]"),
             "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an int >= 0 (0 keeps all)"),
             "stop": (

@@ -11,7 +11,7 @@ import torch
 import treegraft
 from treegraft import Drafter, DrafterWarning, Expansion, Generation, PipelineBusyError, RequestError, Wants
 from treegraft.registry import Registry
-from treegraft.testing import FaultyDrafter, MarkovTarget, ScriptedDrafter, TableDrafter
+from treegraft.testing import FaultyDrafter, MarkovTarget, ScriptedDrafter, TableDrafter, markov_table
 
 V = 20
 NAMES = Registry.read().concrete()
@@ -416,3 +416,25 @@ def test_expansions_with_chains_and_merges_go_through():
     generation = loaded(Subtrees()).generate(PROMPT, max_new_tokens=40)
     assert generation.token_ids == counting(40) and not generation.faults
     assert max(generation.accepted_histogram) > 5, "chains reach beyond one token a step"
+
+
+def test_pipelines_that_share_a_target_object_do_not_mix_their_requests():
+    target = MarkovTarget(markov_table(8, seed=1))
+    first, second = (treegraft.load("plain", "costs={use: fixed}", models={"target": target}) for _ in range(2))
+    alone = second.generate([1, 2], 6).token_ids
+    begun = first.rounds([1, 2], 6)
+    next(begun)
+    with pytest.raises(PipelineBusyError):
+        second.generate([1, 2], 6)
+    begun.close()
+    assert second.generate([1, 2], 6).token_ids == alone
+
+
+@pytest.mark.parametrize(
+    "options", [{"stop": 5}, {"temperature": 1e-40}, {"temperature": -1}, {"prompt": b"bytes"}, {"top_k": -1}]
+)
+def test_what_cannot_be_honoured_is_refused_by_name(options):
+    pipeline = treegraft.load("plain", "costs={use: fixed}", models={"target": MarkovTarget(markov_table(8, seed=1))})
+    request = {"prompt": [1, 2], "max_new_tokens": 3} | options
+    with pytest.raises(RequestError, match=next(iter(options))):
+        pipeline.generate(**request)
