@@ -102,9 +102,9 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def report(done: list[dict[str, Any]], arms: list[str]) -> int:
-    """Print the table; 1 if a text of ours is not plain's."""
+    """Print the table of the prompts that every arm has finished; 1 if a text of ours is not plain's."""
     by_key = {(record["arm"], record["prompt"]): record for record in done}
-    prompts = sorted({record["prompt"] for record in done})
+    prompts = [n for n in sorted({record["prompt"] for record in done}) if all((arm, n) in by_key for arm in arms)]
     print("| arm | tokens/s | ratio to plain: median (range) | emitted | accepted | verified | calls | same text |")
     print("| --- " * 8 + "|")
     differs = False

@@ -223,7 +223,7 @@ class TokenSampler:
         self._buffer = np.concatenate([prompt, np.zeros(256, np.int64)])
         self.stop_reason: str | None = limit_reason if max_tokens <= 0 else None
         self._scores: Scores | None = None
-        self._batched: Rows | None = None
+        self._batched: list[int] | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -248,18 +248,15 @@ class TokenSampler:
         self._scores, self._batched = scores, None
         if scores.tensor.device.type == "cpu":
             return  # row by row, as needed
-        # An accelerator is read once a round where rows can be processed together, and waited for here in any case,
-        # so that its forward is not timed as somebody else's work.
-        if not self.rules.stateless or self.rules.keep_scores or self.rules.keep_logits:
+        # An accelerator is waited for here in any case, so that its forward is not timed as somebody else's work. All
+        # arg-maxes come over at once; draws are made row by row, as needed: nodes x vocabulary is too much in float64.
+        rules = self.rules
+        if not (rules.greedy and rules.stateless) or rules.keep_scores or rules.keep_logits:
             torch.accelerator.synchronize(scores.tensor.device)
-        else:
-            batch = scores.batch()
-            self._device = batch.device
-            processed = self.rules.process(self._ids(), batch)
-            if self.rules.greedy:
-                self._batched = processed.argmax(-1).tolist()
-            else:
-                self._batched = self.draws.choose(processed.double().softmax(-1), tree.depth + self._position)
+            return
+        batch = scores.batch()
+        self._device = batch.device
+        self._batched = rules.process(self._ids(), batch).argmax(-1).tolist()
 
     def next(self, row: int) -> int:
         """The token that the target emits after the node `row`, given everything emitted so far.

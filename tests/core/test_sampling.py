@@ -206,9 +206,17 @@ def one_hot(*tokens: int, vocab_size: int = 4) -> Scores:
 
 
 def on_accelerator(scores: Scores) -> SimpleNamespace:
-    """The same scores, said to live on a device that is read once a round."""
+    """The same scores, said to live on a device whose arg-maxes are read at once."""
     device = SimpleNamespace(type="cuda")
-    return SimpleNamespace(tensor=SimpleNamespace(device=device), batch=scores.batch, logits=None)
+    return SimpleNamespace(tensor=SimpleNamespace(device=device), batch=scores.batch, logits=scores.logits)
+
+
+@pytest.fixture(autouse=True)
+def waited_for(monkeypatch):
+    """The accelerators that were waited for."""
+    waited: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    return waited
 
 
 CHAIN = DraftTree.rooted(0).append(Expansion([0, -1, -2], [1, 2, 3], [-1.0] * 3), 0, [True])
@@ -240,6 +248,7 @@ def test_a_round_read_at_once_gives_what_rows_read_one_by_one_give(greedy, seed)
     rules = SamplingRules(greedy=greedy, processors=(doubled,), stateless=True)
     lazy, batched = begun(rules, Scores(logits)), begun(rules, on_accelerator(Scores(logits)))
     assert [lazy.next(row) for row in range(4)] == [batched.next(row) for row in range(4)]
+    assert len(waited_for) == (not greedy), "draws wait for the forward first; arg-maxes wait by being read"
 
 
 def test_greedy_takes_the_first_of_equal_maxima():
