@@ -248,7 +248,6 @@ def test_a_round_read_at_once_gives_what_rows_read_one_by_one_give(greedy, seed)
     rules = SamplingRules(greedy=greedy, processors=(doubled,), stateless=True)
     lazy, batched = begun(rules, Scores(logits)), begun(rules, on_accelerator(Scores(logits)))
     assert [lazy.next(row) for row in range(4)] == [batched.next(row) for row in range(4)]
-    assert len(waited_for) == (not greedy), "draws wait for the forward first; arg-maxes wait by being read"
 
 
 def test_greedy_takes_the_first_of_equal_maxima():
@@ -350,3 +349,9 @@ def test_the_buffer_grows():
         sampler.next(0)
     assert sampler.tokens.tolist() == [3, 1, *tokens] and early.tolist() == [3, 1]
     assert lengths == list(range(2, 1502)) and sampler.stop_reason == "length"
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_draws_wait_for_the_forward_first_and_arg_maxes_by_being_read(greedy, waited_for):
+    begun(SamplingRules(greedy=greedy), on_accelerator(one_hot(1, 2, 3, 0)))
+    assert len(waited_for) == (not greedy)
