@@ -396,3 +396,16 @@ def test_a_position_takes_at_most_600_bytes():
     used, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / size <= 600 and peak / size <= 600
+
+
+def test_a_chain_passes_through_what_a_requested_node_proposes_by_itself():
+    """The copy runs along a path of the tree whose nodes are looked up too: no path is proposed twice."""
+    committed = [1, 2, 3, 4, 5, 6, 7, 8, 1]
+    tree = DraftTree.rooted(1).append(Expansion([0, ~0, ~1], [2, 3, 4], [-0.1] * 3), 0, [False])
+    expansion = started(committed).draft(request(committed, tree, range(len(tree)), max_nodes=10_000))
+    paths = []
+    for anchor, token in zip(expansion.anchor.tolist(), expansion.token.tolist(), strict=True):
+        above = tuple(tree.token[tree.path(anchor)[1:]].tolist()) if anchor >= 0 else paths[~anchor]
+        paths.append((*above, token))
+    assert len(set(paths)) == len(paths)
+    assert (2, 3, 4, 5, 6, 7) in paths

@@ -107,10 +107,10 @@ class NGramDrafter(Drafter):
         copied, copied_prob = self._copied(longest, request.max_depth)
         head = np.flatnonzero((anchor == longest.row) & (token == copied[0])) if len(copied) > 1 else ()
         if len(head):
-            # The rest of the copy hangs below the proposal that begins it, one token below the other.
-            above = np.concatenate([head, np.arange(len(token), len(token) + len(copied) - 2)])
-            anchor, token = np.concatenate([anchor, ~above]), np.concatenate([token, copied[1:]])
-            prob = np.concatenate([prob, copied_prob[1:]])
+            chain = _chain(request, longest.row, int(head[0]), copied, anchor, token)
+            above, places = np.array(chain, np.int64).reshape(-1, 2).T
+            anchor, token = np.concatenate([anchor, ~above]), np.concatenate([token, copied[places]])
+            prob = np.concatenate([prob, copied_prob[places]])
         expansion = Expansion(anchor, token, np.log(prob), signals=signals)
         return expansion if len(expansion) <= request.max_nodes else _best_paths(expansion, request)
 
@@ -188,6 +188,27 @@ class NGramDrafter(Drafter):
     def _forget(self) -> None:
         self._index = NGramIndex(self.max_n)
         self._top = TopTokens(self.num_top)
+
+
+def _chain(
+    request: DraftRequest, row: int, head: int, copied: Ints, anchor: Ints, token: Ints
+) -> list[tuple[int, int]]:
+    """The rest of a copy below the proposal `head` that begins it: (proposal above, place in `copied`) of each link.
+
+    A link that a requested node of the tree proposes by itself is passed through, not proposed again.
+    """
+    at = request.tree.child(row, int(copied[0]))
+    chain: list[tuple[int, int]] = []
+    link = head
+    for place in range(1, len(copied)):
+        known = np.flatnonzero((anchor == at) & (token == copied[place])) if at is not None else ()
+        if len(known):
+            link = int(known[0])
+        else:
+            chain.append((link, place))
+            link = len(token) + len(chain) - 1
+        at = request.tree.child(at, int(copied[place])) if at is not None else None
+    return chain
 
 
 def _best_of_each(node: Ints, token: Ints, mass: Floats, limit: int) -> tuple[Ints, Ints, Floats]:
