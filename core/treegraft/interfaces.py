@@ -105,7 +105,7 @@ class DraftRequest:
         return np.concatenate([self.committed, self.tree.token[self.tree.path(node)[1:]]])
 
     def check(self, answer: "Expansion | Rescoring") -> None:
-        """Refuse an answer that breaks a rule, before it can reach the tree.
+        """Refuse an answer that could do harm, before it can reach the tree; `treegraft.testing` checks every rule.
 
         Raises:
             InvariantError: naming the rule.
@@ -119,29 +119,27 @@ class DraftRequest:
             _require(finite, "D4 rescored log_prob finite and <= 0")
             return
         _require(isinstance(answer, Expansion), "draft returns an Expansion")
-        anchor, token, log_prob = answer.anchor, answer.token, answer.log_prob
-        size = len(anchor)
-        _require(size == len(token) == len(log_prob), "anchor, token and log_prob of one length")
+        token, log_prob = answer.token, answer.log_prob
+        size = len(answer)
+        _require(size == len(answer.anchor) == len(log_prob), "anchor, token and log_prob of one length")
         if not size:
             return
-        # Anchors as places in [proposals reversed ; tree rows], so that one look-up serves both kinds; as unsigned
+        # What could reach the tree and do harm; `DraftTree.append` refuses anchors that lead nowhere. As unsigned
         # numbers, so that one comparison finds what is too small and what is too large.
-        place = (anchor + np.int64(size)).astype(np.uint64)
-        allowed = np.zeros(size + len(self.tree), dtype=np.bool_)
-        allowed[size + self.positions] = True
-        known = place.max() < len(allowed)
-        chained = np.flatnonzero(anchor < 0)
-        if known and len(chained):
-            known = bool((~anchor[chained] < chained).all())
-            allowed[:size] = True
-        _require(known and bool(allowed[place].all()), "D1 anchors: requested rows, earlier proposals")
         _require(token.astype(np.uint64).max() < self.vocab_size, "D2 tokens in [0, vocab_size)")
         # Not a number fails either comparison.
         _require(log_prob.max() <= 0 and log_prob.min() > -np.inf, "D4 log_prob finite and <= 0")
         _require(size <= self.max_nodes, "D5 at most max_nodes proposals")
-        _require(np.bincount(anchor + size).max() <= self.branching, "D5 at most `branching` proposals a node")
-        deepest = answer.depths(self.tree) if len(chained) else self.tree.depth[self.positions] + 1
-        _require(deepest.max() <= self.max_depth, "D5 no proposal below max_depth")
+        _require(answer.anchor.min() >= -size, "D1 anchors: rows of the tree, or earlier proposals")
+        _require(np.bincount(answer.anchor + size).max() <= self.branching, "D5 at most `branching` proposals a node")
+
+    def check_depths(self, depths: Ints) -> None:
+        """Refuse proposals at `depths` [E] where one lies too deep.
+
+        Raises:
+            InvariantError: naming the rule.
+        """
+        _require(not len(depths) or depths.max() <= self.max_depth, "D5 no proposal below max_depth")
 
 
 def _require(holds: "bool | np.bool_", rule: str) -> None:

@@ -141,7 +141,7 @@ class Calibration:
     edge = log_sigmoid((slope + deep_slope * f) * logit(p) + intercept + deep_intercept * f),
     f = log2(min(depth, 8)) / 3.
     Depth matters because a node is reached only where its parents were accepted, which says that the text is
-    predictable there. Fitted on the last `window` labelled proposals by a Newton step a round, held near the identity
+    predictable there. Fitted on the last `window` labelled proposals, a Newton step every few, held near the identity
     (1, 0, 0, 0) by a prior.
     """
 
@@ -149,7 +149,7 @@ class Calibration:
         self._weights = _IDENTITY.copy()  # slope, intercept, deep_slope, deep_intercept
         self._prior = prior
         self._features, self._accepted = np.ones((4, window)), np.zeros(window)
-        self._num_seen = 0
+        self._num_seen = self._num_fitted = 0
         self._draw_lines()
 
     def edge(self, log_prob: Floats, depth: Ints) -> Floats:
@@ -174,6 +174,9 @@ class Calibration:
         )  # fmt: skip
         self._accepted[places] = accepted
         self._num_seen += len(logits)
+        if self._num_seen - self._num_fitted < FIT_EVERY:
+            return
+        self._num_fitted = self._num_seen
         x, y = self._features[:, : self._num_seen], self._accepted[: self._num_seen]
         predicted = 1.0 / (1.0 + np.exp(-(self._weights @ x)))
         gradient = x @ (predicted - y) + self._prior * (self._weights - _IDENTITY)
@@ -196,6 +199,7 @@ class Calibration:
         return self._slope[at], self._intercept[at]
 
 
+FIT_EVERY = 24  # labels
 MIN_SLOPE = 0.1
 _IDENTITY = np.array([1.0, 0.0, 0.0, 0.0])
 _UNIT = np.eye(4)

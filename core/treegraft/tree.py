@@ -350,9 +350,10 @@ class DraftTree:
         if not allowed.any():
             return self
         nodes = self.nodes.copy()
-        nodes["edge_score"][rows[allowed]] = log_prob[allowed]
-        nodes["scorer"][rows[allowed]] = source
-        _score_paths(nodes, 1)
+        rows = rows[allowed]
+        nodes["edge_score"][rows] = log_prob[allowed]
+        nodes["scorer"][rows] = source
+        _score_paths(nodes, 1, int(nodes["depth"][rows].min()))
         return DraftTree(nodes, self.draft_probs, self.num_steps)
 
     def mark(self, rows: Ints, source: int) -> "DraftTree":
@@ -428,14 +429,14 @@ class DraftTree:
                 raise InvariantError("DraftTree", f"a tree of {len(self)} nodes breaks a rule", f"Rule: {rule}.")
 
 
-def _score_paths(nodes: NDArray[np.void], start: int) -> None:
-    """Write the path scores of all nodes from row `start` on, level by level; those before it hold theirs."""
+def _score_paths(nodes: NDArray[np.void], start: int, top: int = 1) -> None:
+    """Write the path scores of all nodes from row `start` and depth `top` on, level by level; others hold theirs."""
     parent, depth, edge, path = (nodes[name] for name in ("parent", "depth", "edge_score", "path_score"))
     if start == len(nodes) or parent[start:].max() < start:  # one level of new nodes
         path[start:] = path[parent[start:]] + edge[start:]
         return
     order = np.argsort(depth[start:], kind="stable") + start
     ends = np.cumsum(np.bincount(depth[start:])).tolist()
-    for begin, end in itertools.pairwise([0, *ends]):
+    for begin, end in itertools.pairwise(ends[top - 1 :]):
         rows = order[begin:end]
         path[rows] = path[parent[rows]] + edge[rows]
