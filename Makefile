@@ -35,7 +35,7 @@ clean:
 	touch $@
 
 .venv/testing: .venv/installed
-	$(INSTALL) --editable '.[testing]'
+	$(INSTALL) --editable '.[testing,gguf]'
 	touch $@
 
 .venv/dev: .venv/testing

@@ -46,6 +46,7 @@ def test_dtype_and_attention_are_honoured(folder):
 
 
 def test_what_transformers_honours_is_handed_on(monkeypatch):
+    pytest.importorskip("accelerate", reason="device_map needs the extra device-map")
     calls = []
 
     def from_pretrained(name, **options):
@@ -173,6 +174,8 @@ def test_an_encoder_decoder_is_named(tmp_path):
 
 @pytest.mark.parametrize("path", ["nobody/no-such-model", "nobody/no-such-model:weights.gguf"])
 def test_a_hub_id_out_of_reach_is_a_model_error(path, monkeypatch):
+    if path.endswith(".gguf"):
+        pytest.importorskip("gguf", reason="GGUF files need the extra gguf")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "Allowed: a folder, a hub id" in refusal(ModelSpec(path))
 
