@@ -4,6 +4,7 @@
 not hold for the next.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -214,7 +215,7 @@ _FEATURE = np.log2(np.maximum(np.arange(_DEEPEST + 1), 1)) / np.log2(_DEEPEST)
 
 def logit(log_prob: Floats, clip: float = P_MIN) -> Floats:
     """logit of exp(log_prob), the probability clipped to [clip, 1 - clip]."""
-    clipped = np.minimum(np.maximum(log_prob, np.log(clip)), np.log1p(-clip))
+    clipped = np.minimum(np.maximum(log_prob, math.log(clip)), math.log1p(-clip))
     odds: Floats = clipped - np.log(-np.expm1(clipped))
     return odds
 

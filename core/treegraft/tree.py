@@ -124,10 +124,17 @@ class Expansion:
 
     def depths(self, tree: "DraftTree") -> Ints:
         """int [E]: how deep below the root of `tree` each proposal lies."""
-        depth = tree.depth[np.maximum(self.anchor, 0)] + 1
-        for proposal in np.flatnonzero(self.anchor < 0).tolist():
+        chained = self.chained
+        depth = tree.depth[np.maximum(self.anchor, 0) if chained else self.anchor] + 1
+        for proposal in chained:
             depth[proposal] = depth[~int(self.anchor[proposal])] + 1
         return depth
+
+    @property
+    def chained(self) -> list[int]:
+        """The proposals that hang below an earlier one, a link of a chain or part of a subtree."""
+        chained: list[int] = (self.anchor < 0).nonzero()[0].tolist()
+        return chained
 
     def __len__(self) -> int:
         return len(self.token)
@@ -299,14 +306,16 @@ class DraftTree:
         uid, depth = self._identify(expansion), expansion.depths(self)
         original = self._originals(anchor, uid)
         is_new = original == np.arange(size, size + len(uid))
-        row_of = np.where(original < size, original, size - 1 + np.cumsum(is_new)[np.maximum(original - size, 0)])
+        parent = anchor
+        if expansion.chained:
+            row_of = np.where(original < size, original, size - 1 + np.cumsum(is_new)[np.maximum(original - size, 0)])
+            parent = np.where(anchor >= 0, anchor, row_of[np.maximum(~anchor, 0)])
 
         nodes = np.empty(size + int(is_new.sum()), NODE)
         nodes[:size] = self.nodes
         new = nodes[size:]
         new["token"], new["edge_score"] = expansion.token[is_new], expansion.log_prob[is_new]
-        new["parent"] = np.where(anchor >= 0, anchor, row_of[np.maximum(~anchor, 0)])[is_new]
-        new["depth"], new["uid"] = depth[is_new], uid[is_new]
+        new["parent"], new["depth"], new["uid"] = parent[is_new], depth[is_new], uid[is_new]
         new["source"] = new["scorer"] = source
         new["step"], new["visited"] = max(self.num_steps - 1, 0), 0
         draft_probs = self._draft_rows(expansion, is_new, new)
@@ -366,15 +375,14 @@ class DraftTree:
 
     def _identify(self, expansion: Expansion) -> NDArray[np.uint64]:
         """uids [E] of the proposals."""
-        anchor, token = expansion.anchor, expansion.token
-        if ((anchor >= len(self)) | (~anchor >= np.arange(len(anchor)))).any():
+        anchor, token, chained = expansion.anchor, expansion.token, expansion.chained
+        if anchor.max() >= len(self) or (chained and (~anchor[chained] >= chained).any()):
             raise InvariantError(
                 "Expansion.anchor", f"{anchor.tolist()} for a tree of {len(self)} nodes",
                 "Allowed: a row of the tree, or ~i for the earlier proposal i.",
             )  # fmt: skip
-        at = np.maximum(anchor, 0)
-        uid: NDArray[np.uint64] = child_uid(self.uid[at], token)
-        for proposal in np.flatnonzero(anchor < 0).tolist():  # chains and subtrees, a link at a time
+        uid: NDArray[np.uint64] = child_uid(self.uid[np.maximum(anchor, 0) if chained else anchor], token)
+        for proposal in chained:
             above = ~int(anchor[proposal])
             uid[proposal] = child_uid(int(uid[above]), int(token[proposal]))
         return uid
@@ -382,13 +390,16 @@ class DraftTree:
     def _originals(self, anchor: Ints, uid: NDArray[np.uint64]) -> Ints:
         """[E] the first row, or `N +` the first proposal, with the same path as each proposal."""
         size = len(self)
-        rows = np.arange(size)
+        rows: Ints = np.arange(size)
         if anchor.min() >= 0:  # no chains: only children of the anchors can be repeated
             anchored = np.zeros(size, np.bool_)
             anchored[anchor] = True
             rows = np.flatnonzero(anchored[self.parent[1:]]) + 1
+        paths = uid.tolist()
+        if not len(rows) and len(set(paths)) == len(paths):
+            return np.arange(size, size + len(paths))
         first = dict(zip(self.uid[rows].tolist(), rows.tolist(), strict=True))
-        return np.array([first.setdefault(path, size + index) for index, path in enumerate(uid.tolist())])
+        return np.array([first.setdefault(path, size + index) for index, path in enumerate(paths)])
 
     def _draft_rows(self, expansion: Expansion, is_new: Bools, new: NDArray[np.void]) -> Any:
         """Note in `new` which distribution each node was drawn from; returns all distributions."""
