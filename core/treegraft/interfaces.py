@@ -105,7 +105,7 @@ class DraftRequest:
         return np.concatenate([self.committed, self.tree.token[self.tree.path(node)[1:]]])
 
     def check(self, answer: "Expansion | Rescoring") -> None:
-        """Refuse an answer that could do harm, before it can reach the tree; `treegraft.testing` checks every rule.
+        """Refuse an answer that could do harm, before it can reach the tree.
 
         Raises:
             InvariantError: naming the rule.

@@ -151,12 +151,12 @@ class Pipeline:
                     f"Allowed with {type(verifier).__name__}: {', '.join(sorted(verifier.accepts))}.",
                 )
             source.drafter.bind(target)
-        self._all_wants = Wants(
+        wants = Wants(
             num_top=max((source.drafter.wants.num_top for source in self.sources), default=0),
             hidden_layers=tuple(sorted({i for source in self.sources for i in source.drafter.wants.hidden_layers})),
         )
         signals = frozenset(scheduler.signals) | frozenset(budget.signals)
-        self._parts = Parts(target, scheduler, budget, pruner, verifier, steps, self._all_wants, signals)
+        self._parts = Parts(target, scheduler, budget, pruner, verifier, steps, wants, signals)
         costs.bind(target, self.sources)
 
     @property
@@ -339,10 +339,10 @@ class Pipeline:
             sampler, self.target.vocab_size, statistics, {source.name: source for source in self.sources}, fault
         )
         if sampler.stop_reason is None:
-            (seen,) = self.target.prefill([sampler.tokens], self._all_wants)
+            (seen,) = self.target.prefill([sampler.tokens], self._parts.wants)
             for source in self.sources:
                 try:
-                    source.drafter.start(narrowed(seen, self._all_wants, source.drafter.wants))
+                    source.drafter.start(narrowed(seen, self._parts.wants, source.drafter.wants))
                 except Exception as error:
                     fault(request, source, error)
         return request

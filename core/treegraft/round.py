@@ -99,13 +99,13 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     (scores,) = parts.target.score([pruned])
     sampler.begin(pruned, scores)
     laps.lap("target")
-    num_before = sampler.num_emitted
+    num_before = len(sampler.tokens)
     verdict = parts.verifier.verify(pruned, scores, sampler)
     laps.lap("verify")
     parts.target.commit([verdict.path])
     laps.lap("commit")
     _observe(parts.wants, request, scores, pruned, verdict, laps)
-    tokens = tuple(sampler.emitted[num_before:])
+    tokens = tuple(sampler.tokens[num_before:].tolist())
     verification_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
     learn(state, pruned, verdict, tokens, verification_ms, gains="gain" in parts.signals)
     laps.lap("learn")
