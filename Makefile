@@ -35,7 +35,7 @@ clean:
 	touch $@
 
 .venv/testing: .venv/installed
-	$(INSTALL) --editable '.[testing,gguf]'
+	$(INSTALL) --editable '.[testing,bench,gguf]'
 	touch $@
 
 .venv/dev: .venv/testing
