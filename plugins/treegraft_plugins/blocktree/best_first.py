@@ -1,0 +1,136 @@
+"""The best prefixes of a factorised distribution, as a tree."""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush, heapreplace
+from itertools import count
+
+import attrs
+import numpy as np
+
+from treegraft.errors import InvariantError
+from treegraft.interfaces import EdgeScorer
+from treegraft.tree import Expansion, Floats, Ints
+
+
+@attrs.frozen(eq=False)
+class PrefixTree:
+    """Nodes in the order they were taken, best first, so that parents stand before their children.
+
+    A tree of a smaller budget is the beginning of a larger one's.
+
+    Attributes:
+        parent: int64 [B], a node's parent among the nodes; -1 for the root, which is none of them.
+        depth: int64 [B], from 1.
+        rank: int64 [B], the column of the node's token among its depth's candidates.
+        score: float64 [B] (nats), the sum of the edges from the root.
+        edge_score: float64 [B] (nats).
+    """
+
+    parent: Ints
+    depth: Ints
+    rank: Ints
+    score: Floats
+    edge_score: Floats
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    def expansion(self, tokens: Ints, root: int = 0, signals: Mapping[str, float] | None = None) -> Expansion:
+        """The tree below row `root`, with `tokens` [L, K] the candidates of each depth."""
+        anchor = np.where(self.parent < 0, root, ~self.parent)
+        return Expansion(anchor, tokens[self.depth - 1, self.rank], self.edge_score, signals=signals or {})
+
+
+def best_first(
+    log_prob: Floats, budget: int, edge_scores: Floats | None = None, branching: int | None = None
+) -> PrefixTree:
+    """The `budget` most probable non-empty prefixes of L tokens, or all where there are fewer.
+
+    A heap holds, for every node taken, its first child and its next sibling. As no score exceeds its parent's, the best
+    of them is the best prefix not taken yet: O(B log B), whatever L and K.
+
+    Args:
+        log_prob: float64 [L, K] (nats), the candidates of depths 1..L, each row descending; -inf is never taken.
+        budget: B, most nodes.
+        edge_scores: float64 [L, P, K] (nats, <= 0) in their place: [d, p, c] scores candidate c of depth d + 1 under
+            candidate p of depth d, in any order; at depth 1 row 0 stands for the root.
+        branching: most children of one node; None for no limit.
+
+    Source: DDTree; with `edge_scores`, GRAFT (TDES).
+    """
+    if not log_prob.size:
+        return PrefixTree(*np.zeros((3, 0), np.int64), *np.zeros((2, 0)))
+    children = (
+        _ChildrenByDepth(log_prob, branching) if edge_scores is None else _ChildrenByParent(edge_scores, branching)
+    )
+    last_depth = len(log_prob)
+    taken: list[tuple[int, int, int, float, float]] = []
+    row = children.below(0, 0)
+    # (minus the score, the order of arrival, parent, minus its score, depth, rank among the siblings, siblings)
+    heap = [(-row[0][0], 0, -1, 0.0, 1, 0, row)]
+    arrivals = count(1)
+    while heap and len(taken) < budget:
+        cost, _, parent, parent_cost, depth, rank, row = heap[0]
+        if cost == np.inf:
+            break
+        scores, columns = row
+        node, column = len(taken), columns[rank]
+        taken.append((parent, depth, column, -cost, scores[rank]))
+        rank += 1
+        if rank < len(scores):
+            heapreplace(heap, (parent_cost - scores[rank], next(arrivals), parent, parent_cost, depth, rank, row))
+        else:
+            heappop(heap)
+        if depth < last_depth:
+            row = children.below(depth, column)
+            heappush(heap, (cost - row[0][0], next(arrivals), node, cost, depth + 1, 0, row))
+    parents, depths, ranks, scores, edges = zip(*taken, strict=True) if taken else ((),) * 5
+    whole = (np.array(column, dtype=np.int64) for column in (parents, depths, ranks))
+    return PrefixTree(*whole, np.array(scores, dtype=np.float64), np.array(edges, dtype=np.float64))
+
+
+_Row = tuple[list[float], Sequence[int]]
+"""The children a node may have: their scores, descending, and their columns."""
+
+
+class _ChildrenByDepth:
+    """The same children below every node of a depth."""
+
+    def __init__(self, log_prob: Floats, branching: int | None):
+        columns = range(log_prob.shape[1])
+        self._rows: list[_Row] = [(scores, columns) for scores in log_prob[:, :branching].tolist()]
+
+    def below(self, depth: int, column: int) -> _Row:
+        return self._rows[depth]
+
+
+class _ChildrenByParent:
+    """Children sorted for each parent, when it comes to it: most parents never do."""
+
+    def __init__(self, edge_scores: Floats, branching: int | None):
+        self._edge_scores, self._branching = edge_scores, branching
+        self._rows: dict[tuple[int, int], _Row] = {}
+
+    def below(self, depth: int, column: int) -> _Row:
+        row = self._rows.get((depth, column))
+        if row is None:
+            scores = self._edge_scores[depth, column]
+            order = np.argsort(-scores, kind="stable")[: self._branching]
+            row = self._rows[depth, column] = scores[order].tolist(), order.tolist()
+        return row
+
+
+def scored_edges(scorer: EdgeScorer, root_token: int, tokens: Ints, log_prob: Floats) -> Floats:
+    """Edge scores float64 [L, K, K] of `tokens` [L, K] below each other, `root_token` above the first depth.
+
+    Raises:
+        InvariantError: the scorer broke rule E1.
+    """
+    parents = np.concatenate([np.full_like(tokens[:1], root_token), tokens[:-1]])
+    edges = scorer.score(parents, tokens, log_prob)
+    wanted = (*tokens.shape, tokens.shape[1])
+    if edges.shape != wanted or not np.isfinite(edges).all() or (edges > 0).any():
+        raise InvariantError(
+            type(scorer).__name__, "edge scores that break a rule", f"Rule: E1 finite, <= 0, of shape {list(wanted)}."
+        )
+    return edges
