@@ -89,6 +89,7 @@ class DraftRequest:
         vocab_size: V; proposals lie in [0, V).
         committed: int64 [T], every committed token, the root's included.
         edge_scorer: for one-pass drafters, or None.
+        source: the asking source's index in the tree's columns; -1 for none of them.
     """
 
     tree: DraftTree
@@ -99,6 +100,7 @@ class DraftRequest:
     vocab_size: int
     committed: NDArray[np.int64]
     edge_scorer: "EdgeScorer | None" = None
+    source: int = -1
 
     def context(self, node: int) -> NDArray[np.int64]:
         """int64 [T + depth]: all tokens up to and including `node`'s."""
@@ -415,6 +417,7 @@ class Drafter(ABC):
         D10. `start` forgets the previous request.
         D11. Every default argument works.
         D12. Sampled proposals only: draft distributions sum to one, and drawn tokens have mass.
+        D13. After `restore`, the calls that followed `checkpoint` give the same answers and the same `num_rows`.
     """
 
     proposals: ClassVar[Literal["deterministic", "sampled"]] = "deterministic"
@@ -430,7 +433,8 @@ class Drafter(ABC):
     identity: str = ""
     """What its latencies depend on, as for a target."""
     num_rows: int = 0
-    """Rows forwarded in the last `rescore` + `draft`, for the cost model (0 without a network)."""
+    """Rows forwarded in the last `rescore` + `draft`, for the cost model (0 without a network). After a `restore`, rows
+    that need not be forwarded again count as if they were."""
 
     @abstractmethod
     def draft(self, request: DraftRequest) -> Expansion:
@@ -455,6 +459,13 @@ class Drafter(ABC):
         `request.positions` is empty; the rest of the request holds for the `draft` that follows.
         """
         raise NotImplementedError(f"{type(self).__name__} does not rescore")
+
+    def checkpoint(self) -> Any:
+        """Where this drafter stands within a round, for `restore`; None where nothing is kept between calls."""
+        return None
+
+    def restore(self, checkpoint: Any) -> None:
+        """Go back to where `checkpoint` of the same round stood, to draft another tree; what is computed may stay."""
 
     def stop(self) -> None:
         """End the request: free what it held."""

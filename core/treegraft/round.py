@@ -120,22 +120,31 @@ def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> 
         laps.lap("schedule")
         if name is None:
             break
-        source, begin = state.sources.get(name), laps.now
-        step = None
-        if source is not None and len(candidates := _candidates(source, state)):
-            try:
-                step = _draft_step(source, candidates, max_nodes, request, state, laps)
-            except Exception as error:
-                laps.source_lap(name)
-                request.fault(request, source, error)
-        elif not any(len(_candidates(other, state)) for other in state.sources.values()):
+        begin = laps.now
+        grown = grow_step(request, state, name, max_nodes, laps)
+        if grown is None:
             break
-        step = step or _idle_step(name, state.tree)  # a step that adds nothing still counts as one
-        state = state.after(step, request.sources)
-        laps.lap("build")
+        state, step = grown, grown.steps[-1]
         if len(step.positions) and name in request.warm:
             state.statistics.costs.record_source(name, step.num_rows, (laps.now - begin) * 1e3)
         request.warm.add(name)
+    return state
+
+
+def grow_step(request: Request, state: RoundState, name: str, max_nodes: int, laps: Laps) -> RoundState | None:
+    """The state after one step by source `name`, of which nothing is learnt; None when no source has a candidate."""
+    source, step = state.sources.get(name), None
+    if source is not None and len(candidates := _candidates(source, state)):
+        try:
+            step = _draft_step(source, candidates, max_nodes, request, state, laps)
+        except Exception as error:
+            laps.source_lap(name)
+            request.fault(request, source, error)
+    elif not any(len(_candidates(other, state)) for other in state.sources.values()):
+        return None
+    step = step or _idle_step(name, state.tree)  # a step that adds nothing still counts as one
+    state = state.after(step, request.sources)
+    laps.lap("build")
     return state
 
 
@@ -152,6 +161,7 @@ def _draft_step(
         vocab_size=request.vocab_size,
         committed=request.sampler.tokens,
         edge_scorer=source.edge_scorer,
+        source=source.index,
     )
     rescored: Ints = np.zeros(0, np.int64)
     own_ms = 0.0

@@ -90,7 +90,7 @@ class Session:
     def request(self, positions=(), branching=3, max_nodes=100):
         return DraftRequest(
             self.tree, np.array(positions, np.int64), branching, max_nodes, self.max_depth, self.vocab_size,
-            np.array(self.committed, np.int64),
+            np.array(self.committed, np.int64), source=OWN,
         )  # fmt: skip
 
     def reference(self, row):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from treegraft.errors import ModelError
 from treegraft.interfaces import Drafter, DraftRequest, Observation, Rescoring, TargetModel, Wants
-from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints, child_uid
+from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
 from treegraft_plugins import options
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
 from treegraft_plugins.hf.loading import Loadable, load_causal_lm
@@ -25,36 +25,44 @@ _LEAST_LOG_PROB = -1e4  # (nats) stands for impossible, so that scores stay fini
 class _Round:
     """The nodes forwarded since the last commit, and what the model said after each.
 
+    Several trees may be drafted in turn from the same root (`restore`): what one has forwarded serves the others, but
+    every answer and count is as if the tree were alone.
+
     Attributes:
         slot_of: a node's slot in the engine, by uid.
         child_of: the same by (parent's slot, token), the root's parent being -1: how an accepted path is found again.
         logits: a row [V] for every slot.
         sees: bool [slots, slots], which slots each slot sees.
-        scored: uids of the nodes this drafter has given scores.
-        num_rows: rows forwarded since the last `draft`.
+        used: bool [slots], the slots that the tree being drafted has called for; the others are a sibling tree's.
+        num_rows: rows called for since the last `draft`.
     """
 
     slot_of: dict[int, int] = attrs.Factory(dict)
     child_of: dict[tuple[int, int], int] = attrs.Factory(dict)
     logits: list[torch.Tensor] = attrs.Factory(list)
     sees: Bools = attrs.Factory(lambda: np.zeros((0, 0), np.bool_))
-    scored: set[int] = attrs.Factory(set)
+    used: Bools = attrs.Factory(lambda: np.zeros(0, np.bool_))
     num_rows: int = 0
     _found: tuple[Any, Ints] | None = None  # the last answer of `slots`: rescoring and drafting ask about the same rows
 
     def slots(self, tree: DraftTree) -> Ints:
-        """int64 [N]: the slot of every row, -1 where it was not forwarded."""
+        """int64 [N]: the slot of every row, -1 where the tree has not called for it."""
         if self._found is None or not np.array_equal(self._found[0], tree.uid):
-            get = self.slot_of.get
-            self._found = tree.uid, np.array([get(uid, -1) for uid in tree.uid.tolist()], dtype=np.int64)
+            slots = self.forwarded(tree.uid)
+            self._found = tree.uid, np.where(np.append(self.used, False)[slots], slots, -1)
         return self._found[1]
 
+    def forwarded(self, uids: NDArray[np.uint64]) -> Ints:
+        """int64 [R]: the slots of `uids` [R], -1 for those never forwarded, be it for this tree or for a sibling."""
+        get = self.slot_of.get
+        return np.array([get(uid, -1) for uid in uids.tolist()], dtype=np.int64)
+
     def path(self, tokens: Ints) -> list[int]:
-        """Slots of the longest forwarded prefix of `tokens`, which begin with the root."""
+        """Slots of the longest prefix of `tokens`, which begin with the root, that the tree has called for."""
         slots, slot = [], -1
         for token in tokens.tolist():
             slot = self.child_of.get((slot, token), -1)
-            if slot < 0:
+            if slot < 0 or not self.used[slot]:
                 break
             slots.append(slot)
         return slots
@@ -75,6 +83,18 @@ class _Round:
             self.slot_of[uid] = slot
             self.child_of[parent_slot, token] = slot
         self.sees = sees
+        self.used = np.concatenate([self.used, np.zeros(num_new, np.bool_)])
+
+    def use(self, slots: Ints) -> None:
+        """Count what the tree calls for the first time: `slots` and all they see, missed tokens included."""
+        called = self.sees[slots].any(axis=0) & ~self.used
+        self.used |= called
+        self.num_rows += int(called.sum())
+
+    def restore(self, used: Bools) -> None:
+        """Begin another tree, of whose slots only `used`, the first of all, were called for."""
+        self.used = np.concatenate([used, np.zeros(len(self.used) - len(used), np.bool_)])
+        self.num_rows, self._found = 0, None
 
 
 @attrs.define(eq=False)
@@ -134,8 +154,8 @@ class HFCausalLMDrafter(Drafter):
     def observe(self, observation: Observation) -> None:
         if self._engine.num_slots:
             num_missed = self._engine.num_slots - len(self._round.slot_of)
-            path = self._round.path(observation.tokens)
-            self._engine.commit(np.array([*range(num_missed), *path], dtype=np.int64))
+            missed = np.flatnonzero(self._round.used[:num_missed])  # all of them, or none if no call needed any
+            self._engine.commit(np.concatenate([missed, np.array(self._round.path(observation.tokens), np.int64)]))
         self._round = _Round()
 
     def stop(self) -> None:
@@ -144,6 +164,12 @@ class HFCausalLMDrafter(Drafter):
 
     def clone(self) -> "HFCausalLMDrafter":
         return attrs.evolve(self, model=(self._engine.model, self._tokenizer), self_check=False)
+
+    def checkpoint(self) -> Bools:
+        return self._round.used.copy()
+
+    def restore(self, checkpoint: Bools) -> None:
+        self._round.restore(checkpoint)
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +183,9 @@ class HFCausalLMDrafter(Drafter):
         self.num_rows = self._round.num_rows
 
         token = self._vocabulary.own(tree.token)
-        rows = self._unscored(tree, slots, token)
+        # What it can judge without a forward and has not scored itself, by proposing it or in an earlier call.
+        is_new = (slots[tree.parent[1:]] >= 0) & (token[1:] >= 0) & (tree.scorer[1:] != request.source)
+        rows = 1 + np.flatnonzero(is_new)
         log_prob = self._edge_log_probs(slots[tree.parent[rows]], token[rows])
         return Rescoring(rows, log_prob, candidates[slots[candidates] >= 0])
 
@@ -178,24 +206,15 @@ class HFCausalLMDrafter(Drafter):
             best = np.argsort(-(tree.path_score[anchor] + log_prob), kind="stable")[: request.max_nodes]
             best.sort()
             anchor, token, log_prob = anchor[best], token[best], log_prob[best]
-        self._round.scored.update(child_uid(tree.uid[anchor], token).tolist())
         return Expansion(anchor, token, log_prob)
-
-    def _unscored(self, tree: DraftTree, slots: Ints, token: Ints) -> Ints:
-        """int64 [R]: rows that this drafter can score without a forward and has not scored this round; now it has.
-
-        `token` [N]: the tree's tokens in the drafter's ids, -1 for those it does not know.
-        """
-        rows = 1 + np.flatnonzero((slots[tree.parent[1:]] >= 0) & (token[1:] >= 0))
-        scored, uids = self._round.scored, tree.uid[rows].tolist()
-        new = np.array([uid not in scored for uid in uids], dtype=np.bool_)
-        scored.update(uids)
-        return rows[new]
 
     # -- forwarding ---------------------------------------------------------------------------------------------------
 
     def _process(self, tree: DraftTree, wanted: Ints, slots: Ints, committed: NDArray[np.int64]) -> None:
-        """Forward `wanted` rows and ancestors, as far as that has not happened; `slots` [N] is completed in place."""
+        """Call for `wanted` rows and ancestors, as far as the tree has not; `slots` [N] is completed in place.
+
+        Those that no sibling tree has called for are forwarded.
+        """
         if (slots[wanted] >= 0).all():
             return
         context, token = self._vocabulary.context(committed), self._vocabulary.own(tree.token)
@@ -203,6 +222,14 @@ class HFCausalLMDrafter(Drafter):
         rows = self._unprocessed(tree, wanted, slots, context, token)
         if not rows:
             return
+        slots[rows] = self._round.forwarded(tree.uid[rows])
+        new = [row for row in rows if slots[row] < 0]
+        if new:
+            self._forward(tree, new, slots, context, token)
+        self._round.use(slots[rows])
+
+    def _forward(self, tree: DraftTree, rows: list[int], slots: Ints, context: Ints, token: Ints) -> None:
+        """Forward `rows`, parents first, behind the committed tokens that the model has not seen."""
         missed = self._missed(context)
         root_position = len(context) - 1
         first = self._engine.num_slots + len(missed)
@@ -214,10 +241,9 @@ class HFCausalLMDrafter(Drafter):
             self._round.sees[self._engine.num_slots :],
         )
         self._round.logits.extend(logits)
-        self._round.num_rows += len(logits)
 
     def _unprocessed(self, tree: DraftTree, wanted: Ints, slots: Ints, context: Ints, token: Ints) -> list[int]:
-        """The rows to forward, ascending: unprocessed ones among `wanted` and their ancestors.
+        """The rows to call for, ascending: unprocessed ones among `wanted` and their ancestors.
 
         `context` and `token` [N] are the committed and the tree's tokens in the drafter's ids. What the model cannot
         take, be it for its vocabulary or its length, is left out with all below it.
