@@ -1,10 +1,12 @@
 """What a finished round teaches: costs from the clock, calibration and gains from what the target chose."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from treegraft.interfaces import RoundState, Verdict
 from treegraft.statistics import best_budget
-from treegraft.tree import DraftTree, Floats
+from treegraft.tree import Bools, DraftTree, Floats, Ints
 
 MIN_MASS = 1e-3  # below so little probability mass, a gain says nothing about the drafter
 
@@ -67,18 +69,29 @@ def _worth(tree: DraftTree, tokens: tuple[int, ...], rate: float, target_ms: Flo
 
 
 def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
-    """Label the children of every node on the emitted path: did the target choose them?"""
+    """Calibrate each scorer on what the target chose among the nodes that it scored."""
     tree, acceptance = state.tree, state.statistics.acceptance
-    row, rows, labels = 0, [], []
-    for token in tokens:
-        children = np.flatnonzero(tree.parent == row)
-        chosen = tree.token[children] == token
-        rows.append(children)
-        labels.append(chosen)
-        if not chosen.any():
-            break
-        row = int(children[chosen.argmax()])
-    labelled, accepted = tree.nodes[np.concatenate(rows)], np.concatenate(labels)
+    rows, accepted = labels(tree, tokens)
+    labelled = tree.nodes[rows]
     for scorer in set(labelled["scorer"].tolist()):
         own = labelled["scorer"] == scorer
         acceptance.learn_edges(scorer, labelled["edge_score"][own], labelled["depth"][own], accepted[own])
+
+
+def labels(tree: DraftTree, tokens: Sequence[int]) -> tuple[Ints, Bools]:
+    """The children of every node on the emitted path, level by level: rows [E], and whether the target chose each [E].
+
+    Args:
+        tree: before pruning, so that nodes left out are labelled too.
+        tokens: what was emitted, at least one.
+    """
+    row, rows, chosen = 0, [], []
+    for token in tokens:
+        children = np.flatnonzero(tree.parent == row)
+        hit = tree.token[children] == token
+        rows.append(children)
+        chosen.append(hit)
+        if not hit.any():
+            break
+        row = int(children[hit.argmax()])
+    return np.concatenate(rows), np.concatenate(chosen)

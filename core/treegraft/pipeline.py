@@ -118,6 +118,9 @@ class Pipeline:
         on_round: called with every finished RoundRecord.
         rebuild: makes another pipeline like this one on the same weights, for `clone`.
 
+    Attributes:
+        parts: what a round needs of it: the parts themselves, D, and what they want to know.
+
     Raises:
         ComposeError: the parts do not fit together.
     """
@@ -156,13 +159,13 @@ class Pipeline:
             hidden_layers=tuple(sorted({i for source in self.sources for i in source.drafter.wants.hidden_layers})),
         )
         signals = frozenset(scheduler.signals) | frozenset(budget.signals)
-        self._parts = Parts(target, scheduler, budget, pruner, verifier, steps, wants, signals)
+        self.parts = Parts(target, scheduler, budget, pruner, verifier, steps, wants, signals)
         costs.bind(target, self.sources)
 
     @property
     def lossless(self) -> bool:
         """Whether the output has exactly the target's distribution."""
-        return self._parts.verifier.lossless
+        return self.parts.verifier.lossless
 
     def generate(
         self,
@@ -309,7 +312,7 @@ class Pipeline:
             totals = _Totals()
             try:
                 while sampler.stop_reason is None:
-                    record = decode_round(self._parts, request)
+                    record = decode_round(self.parts, request)
                     totals.add(record)
                     if self.on_round is not None:
                         self.on_round(record)
@@ -339,10 +342,10 @@ class Pipeline:
             sampler, self.target.vocab_size, statistics, {source.name: source for source in self.sources}, fault
         )
         if sampler.stop_reason is None:
-            (seen,) = self.target.prefill([sampler.tokens], self._parts.wants)
+            (seen,) = self.target.prefill([sampler.tokens], self.parts.wants)
             for source in self.sources:
                 try:
-                    source.drafter.start(narrowed(seen, self._parts.wants, source.drafter.wants))
+                    source.drafter.start(narrowed(seen, self.parts.wants, source.drafter.wants))
                 except Exception as error:
                     fault(request, source, error)
         return request
