@@ -19,14 +19,14 @@ def whole(minimum: int, maximum: int | None = None) -> Validator:
     return validate
 
 
-def number(minimum: float) -> Validator:
-    """A finite int or float >= minimum."""
-    allowed = f"a finite number >= {minimum:g}"
+def number(minimum: float, maximum: float | None = None) -> Validator:
+    """A finite int or float in [minimum, maximum]; no upper limit with None."""
+    allowed = f"a finite number >= {minimum:g}" if maximum is None else f"a number in [{minimum:g}, {maximum:g}]"
 
     def validate(_: Any, field: Any, value: Any) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise TypeError(_refusal(field, value, allowed))
-        if not minimum <= value < float("inf"):
+        if not minimum <= value < float("inf") or (maximum is not None and value > maximum):
             raise ValueError(_refusal(field, value, allowed))
 
     return validate
