@@ -13,6 +13,7 @@ def treegraft_register(register: Register) -> None:
     from treegraft_plugins.hf.target import HFCausalLMTarget
     from treegraft_plugins.schedulers.fixed import FixedScheduler
     from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
+    from treegraft_plugins.schedulers.opt_tree import OptTreeScheduler
 
     register("hf_causal_lm", HFCausalLMTarget)
     register("hf_causal_lm", HFCausalLMDrafter)
@@ -23,6 +24,7 @@ def treegraft_register(register: Register) -> None:
     register("overwrite", graft_policies.Overwrite)
     register("fixed", FixedScheduler)
     register("gain_over_cost", GainOverCostScheduler)
+    register("opt_tree", OptTreeScheduler)
     register("fixed", budgets.FixedBudget)
     register("gain_over_cost", budgets.GainOverCostBudget)
     register("top_paths", pruners.TopPaths)

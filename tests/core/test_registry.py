@@ -8,7 +8,8 @@ from treegraft.plugins import installed_plugins
 from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
-    "plain", "all_small", "all_middle", "treegraft", "treegraft_fixed", "overwrite", "newest_only", "neural_small",
+    "plain", "all_small", "all_middle", "opt_tree", "treegraft", "treegraft_fixed", "middle_first", "overwrite",
+    "newest_only", "neural_small",
 )  # fmt: skip
 
 
@@ -53,10 +54,11 @@ def test_ablations_differ_from_treegraft_in_one_thing(resolved):
     base = parts(resolved["treegraft"])
     changes = {
         name: {path: part for path, part in parts(resolved[name]).items() if base[path] != part}
-        for name in ("treegraft_fixed", "overwrite", "newest_only", "neural_small")
+        for name in ("treegraft_fixed", "middle_first", "overwrite", "newest_only", "neural_small")
     }
     assert changes == {
         "treegraft_fixed": {"scheduler": ("fixed", {"pattern": ["middle", "small", "middle", "small", "middle"]})},
+        "middle_first": {"scheduler": ("fixed", {"pattern": ["middle", *["small"] * 4]})},
         "overwrite": {"sources.small.graft": ("overwrite", {}), "sources.middle.graft": ("overwrite", {})},
         "newest_only": {"sources.middle.select": ("newest", {})},
         "neural_small": {"sources.small.draft": ("hf_causal_lm", {"model": "small"})},
@@ -71,6 +73,12 @@ def test_endpoints_are_the_standard_tree_of_one_drafter(resolved):
         assert pipeline.parts[f"sources.{source}.select"].use == "newest"
         assert pipeline.parts["scheduler"].arguments == {"pattern": [source]}
     assert parts(resolved["all_small"])["sources.small.draft"] == parts(resolved["treegraft"])["sources.small.draft"]
+
+
+def test_opt_tree_differs_from_all_middle_in_when_it_stops(resolved):
+    base, found = parts(resolved["all_middle"]), parts(resolved["opt_tree"])
+    changes = {path: part for path, part in found.items() if base[path] != part}
+    assert changes == {"scheduler": ("opt_tree", {"pattern": ["middle"], "threshold": 0.2})}
 
 
 def test_models_default_to_the_embedded_pair_and_only_used_ones_count(resolved):
