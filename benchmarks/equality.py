@@ -6,12 +6,9 @@
 Prints a line for every output that differs and `N of N equal`; exits 1 on a difference. Costs are fixed and the budget
 is full unless overridden, so that trees are as large as they get and a run can be repeated.
 
-A line ends with how close the call was where the two part, in a forward of one row: for greedy text the gap between the
-best two logits, for sampled text the distance from the uniform drawn to where the next token begins. About 1e-5 is
-rounding (a forward of many rows adds in another order than one of a single row); more is an error in the decoder.
-
-At temperature 0.8 a draw that falls among thousands of tokens with next to no mass each comes that close once in some
-thousand tokens, and with --top-p 0.9 hardly ever.
+A line ends with how far the pipeline's token was from being chosen where the two part, in a forward of one row: the gap
+(nats) that `treegraft audit` gives. About 1e-5 is rounding (a forward of many rows adds in another order than one of a
+single row); more is an error in the decoder.
 """
 
 import argparse
@@ -69,20 +66,19 @@ def arguments() -> argparse.Namespace:
 
 
 def difference(plain: Pipeline, prompt: str, found: Generation, expected: Generation, options: SamplingOptions) -> str:
-    """Where two outputs part, and how close the target's call was there."""
+    """Where two outputs part, and how far the token found there was from being the target's choice."""
     pairs = zip(found.token_ids, expected.token_ids, strict=False)
     shared = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
     if shared is None:
         return f"{len(found.token_ids)} tokens, not {len(expected.token_ids)}"
     tokens = [*plain.tokenizer(prompt)["input_ids"], *expected.token_ids[:shared]]
     scores = warpers(options).process(torch.tensor([tokens]), next_logits(plain, tokens))[0]
+    token = found.token_ids[shared]
     if options.temperature == 0:
-        best, second = scores.topk(2).values.tolist()
-        closeness = best - second
+        gap = float(scores.max() - scores[token])
     else:
-        edges = scores.double().softmax(-1).cumsum(-1)
-        closeness = float((edges - SeededDraws(expected.seed).uniform(len(tokens))).abs().min())
-    return f"token {shared} is {found.token_ids[shared]}, not {expected.token_ids[shared]} ({closeness:.1e} apart)"
+        gap = SeededDraws(expected.seed).gap(scores.double().softmax(-1), len(tokens), token)
+    return f"token {shared} is {token}, not {expected.token_ids[shared]} (gap {gap:.1e})"
 
 
 @torch.inference_mode()

@@ -25,9 +25,8 @@ class Difference:
         index: its place among the new tokens, from 0.
         token: the token.
         expected: the target's own choice: the arg-max, or what the seed draws.
-        gap: how far it was from being chosen; infinite where it was ruled out. Greedy: log probability of `expected`
-            less that of `token` (nats). Sampled: distance of the draw from the token's share of the distribution
-            (probability).
+        gap: how far it was from being chosen (nats); infinite where it was ruled out. Greedy: log probability of
+            `expected` less that of `token`. Sampled: the same with the noise of the draw, see `SeededDraws.gap`.
     """
 
     index: int
@@ -60,7 +59,7 @@ def audit(
         token = int(tokens[position])
         ids = torch.from_numpy(tokens[:position])[None].to(logits.device)
         scores = rules.process(ids, logits[None])[0]
-        expected, gap = _greedy(scores, token) if draws is None else _drawn(scores, token, draws.uniform(position))
+        expected, gap = _greedy(scores, token) if draws is None else _drawn(scores, token, draws, position)
         if token != expected:
             differences.append(Difference(index, token, expected, gap))
     return differences
@@ -78,14 +77,9 @@ def _greedy(scores: torch.Tensor, token: int) -> tuple[int, float]:
     return best, float(scores[best] - scores[token])
 
 
-def _drawn(scores: torch.Tensor, token: int, uniform: float) -> tuple[int, float]:
+def _drawn(scores: torch.Tensor, token: int, draws: SeededDraws, position: int) -> tuple[int, float]:
     probs = scores.double().softmax(-1)
-    cumulative = probs.cumsum(-1)
-    drawn = uniform * cumulative[-1]
-    expected = int(torch.searchsorted(cumulative, drawn[None], right=True)[0])
-    end = cumulative[token]
-    distance = max(float(end - probs[token] - drawn), float(drawn - end), 0.0)
-    return expected, distance if probs[token] > 0 else float("inf")
+    return draws.choose(probs[None], np.array([position]))[0], draws.gap(probs, position, token)
 
 
 def _check(target: TargetModel, prompt: Ints, token_ids: Sequence[int]) -> None:

@@ -1,10 +1,11 @@
 """Randomness and the token sampler: everything that decides which token the target emits.
 
-`Draws` is the only randomness. For match verification and plain decoding the uniform behind the token at position p
+`Draws` is the only randomness. For match verification and plain decoding the noise behind the token at position p
 is a pure function of (seed, p), so sampled output depends on no drafter, tree shape or schedule: it equals plain
 decoding with the same seed, token for token.
 """
 
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,7 @@ class Draws(ABC):
 
     @abstractmethod
     def choose(self, probs: torch.Tensor, positions: Ints) -> Rows:
-        """One token a row, by inverse CDF; rows that are never read consume nothing.
+        """One token a row, drawn from its probabilities; rows that are never read consume nothing.
 
         Args:
             probs: float64 [N, V], rows sum to one.
@@ -40,12 +41,24 @@ class Draws(ABC):
         """
 
 
+_BLOCK = 512  # tokens; near the square root of a large vocabulary, where the two races cost the same
+
+
 class SeededDraws(Draws):
-    """Counter-based draws: the uniform at a position is a pure function of (seed, position).
+    """Counter-based draws by exponential races: the noise at a position is a pure function of (seed, position).
+
+    Of things with probabilities p, each with an exponential E of its own, the one with the largest p / E is chosen with
+    probability p. First the vocabulary's blocks of 512 consecutive tokens race by their mass, then the tokens of the
+    winning block: a few hundred exponentials for a draw, not one for every token. Rounding of the probabilities, as
+    between a one-row and a many-row forward, can change a choice only where the winner's lead is no larger than the
+    rounding itself. By inverse CDF it moves the edges of all tokens that follow, thousands of them, any of which can
+    be near the draw.
 
     Args:
         seed: an int s (read as (s, 0)), a pair (s, row) so that row r of a batch draws as a single run with
             `seed=(s, r)`, or None to draw a fresh one; each in [0, 2**64).
+
+    Source: Maddison, Tarlow and Minka, "A* Sampling" (2014), algorithm 1 (top-down construction), with one split.
     """
 
     def __init__(self, seed: Seed | None = None):
@@ -57,18 +70,68 @@ class SeededDraws(Draws):
         self.seed = seed
         self._key = np.array(pair, dtype=np.uint64)
 
-    def uniform(self, position: int) -> float:
-        """The uniform in [0, 1) behind the token at `position`."""
-        bits = np.random.Philox(counter=[position, 0, 0, 0], key=self._key).random_raw()
-        return float(int(bits) >> 11) * 2.0**-53
+    def exponentials(self, position: int, size: int) -> Floats:
+        """float64 [size] > 0: exponentials of rate 1 behind the token at `position`, a prefix of any longer ones."""
+        # The generator counts in the first word: positions stand in the next, so that no two of them meet.
+        words = np.random.Philox(counter=[0, position, 0, 0], key=self._key).random_raw(size)
+        return _exponentials(words)
 
     def choose(self, probs: torch.Tensor, positions: Ints) -> Rows:
-        uniforms = torch.tensor([self.uniform(int(p)) for p in positions], dtype=probs.dtype, device=probs.device)
-        cumulative = probs.cumsum(-1)
-        # Scaling by the total keeps the last token with mass reachable and no other, whatever the sum's rounding.
-        target = uniforms[:, None] * cumulative[:, -1:]
-        chosen: list[int] = torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
-        return chosen
+        return _RacedRows(self, probs, positions)
+
+    def gap(self, probs: torch.Tensor, position: int, token: int) -> float:
+        """How far `token` is from being drawn from `probs` [V] at `position` (nats).
+
+        Its block's time in the race over the winner's, or its own within its block, in logs and whichever is more: if
+        log probabilities differ from `probs` by less than half of it, `token` is not drawn. 0 for the token that is
+        drawn, infinite for one of probability 0.
+        """
+        race = _Race(self, probs, position)
+        block, place = divmod(token, _BLOCK)
+        return max(_behind(race.blocks, block), _behind(race.within(block), place))
+
+
+class _RacedRows:
+    """Rows of a `choose` call, each of which is drawn when it is read."""
+
+    def __init__(self, draws: SeededDraws, probs: torch.Tensor, positions: Ints):
+        self._draws, self._probs, self._positions = draws, probs, positions
+
+    def __getitem__(self, row: int, /) -> int:
+        race = _Race(self._draws, self._probs[row], int(self._positions[row]))
+        block = int(race.blocks.argmax())
+        return block * _BLOCK + int(race.within(block).argmax())
+
+
+class _Race:
+    """One draw from `probs` [V]: the largest of `blocks` wins, then the largest `within` it; 0 for what has no mass."""
+
+    def __init__(self, draws: SeededDraws, probs: torch.Tensor, position: int):
+        whole = len(probs) // _BLOCK * _BLOCK
+        masses = torch.cat([probs[:whole].reshape(-1, _BLOCK).sum(-1), probs[whole:].sum()[None]])
+        noise = draws.exponentials(position, _BLOCK + len(masses))
+        self.blocks = masses.cpu().numpy() / noise[_BLOCK:]
+        self._probs, self._noise = probs, noise[:_BLOCK]
+
+    def within(self, block: int) -> Floats:
+        """float64, one for each token of the block."""
+        probs = self._probs[block * _BLOCK : (block + 1) * _BLOCK].cpu().numpy()
+        raced: Floats = probs / self._noise[: len(probs)]
+        return raced
+
+
+def _behind(raced: Floats, index: int) -> float:
+    return math.log(raced.max() / raced[index]) if raced[index] > 0 else math.inf
+
+
+def _exponentials(words: NDArray[np.uint64]) -> Floats:
+    """Of 64 random bits each. Finely resolved near 0, where improbable tokens win; neither 0 nor infinite."""
+    uniforms = (words.astype(np.float64) + 0.5) * _PER_WORD
+    exponentials: Floats = -np.log1p(-uniforms)
+    return exponentials
+
+
+_PER_WORD = np.nextafter(2.0**-64, 0.0)  # the largest word, which rounds to 2**64, must stay below 1
 
 
 def _is_int(value: Any) -> bool:

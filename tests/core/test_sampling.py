@@ -1,6 +1,7 @@
 """Draws, scores, options and the token sampler of a request."""
 
 import random
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treegraft import sampling
 from treegraft.errors import RequestError
 from treegraft.sampling import (
     Draws,
@@ -21,8 +23,6 @@ from treegraft.sampling import (
 )
 from treegraft.tree import DraftTree, Expansion
 
-ALMOST_ONE = 1.0 - 2.0**-53
-
 # -- draws ------------------------------------------------------------------------------------------------------------
 
 
@@ -30,34 +30,54 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+def chosen(draws: SeededDraws, probs: torch.Tensor, positions: np.ndarray) -> np.ndarray:
+    """The token at each of `positions`, all from `probs` [V]."""
+    rows = draws.choose(probs.expand(len(positions), -1), positions)
+    return np.array([rows[row] for row in range(len(positions))])
+
+
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=6))
 def test_a_draw_is_a_function_of_seed_and_position(seed, positions):
     """Whatever was read before, in whatever order, and with whatever company in the batch."""
     one, other = SeededDraws(seed), SeededDraws((seed, 0))
-    expected = {p: one.uniform(p) for p in positions}
-    assert {p: other.uniform(p) for p in reversed(positions)} == expected
-    assert all(0.0 <= u < 1.0 for u in expected.values())
-    probs = torch.full((1, 5), 0.2, dtype=torch.float64)
-    together = other.choose(probs.expand(len(positions), 5), np.array(positions))
-    assert [together[i] for i in range(len(positions))] == [one.choose(probs, np.array([p]))[0] for p in positions]
+    expected = {p: one.exponentials(p, 3).tolist() for p in positions}
+    assert {p: other.exponentials(p, 3).tolist() for p in reversed(positions)} == expected
+    probs = torch.full((1, 1100), 1 / 1100, dtype=torch.float64)
+    together = other.choose(probs.expand(len(positions), -1), np.array(positions))
+    backwards = [together[row] for row in reversed(range(len(positions)))][::-1]
+    assert backwards == [one.choose(probs, np.array([p]))[0] for p in positions]
+    assert backwards == [together[row] for row in range(len(positions))], "a row that is read again stays what it was"
 
 
 def test_seeds_keep_their_meaning():
     """Pinned: a seed noted down today gives the same text tomorrow."""
-    assert SeededDraws(0).uniform(0) == 0.011546754286331562
-    assert SeededDraws((7, 3)).uniform(41) == 0.7846876117284323
+    assert SeededDraws(0).exponentials(0, 2).tolist() == [0.011613935705874755, 0.276477342630254]
+    assert SeededDraws((7, 3)).exponentials(41, 2).tolist() == [0.9542064188398276, 0.5032476261357559]
+    probs = torch.arange(2000, dtype=torch.float64) / (1000 * 1999)
+    assert chosen(SeededDraws(7), probs, np.arange(5)).tolist() == [201, 1086, 567, 1875, 1695]
 
 
 def test_positions_rows_and_seeds_draw_apart():
+    """No number of one stream stands in another, however long: neighbouring positions do not run into each other."""
     draws = [SeededDraws(seed) for seed in (0, 1, (0, 1), (1, 1), 2**63, 2**64 - 1)]
-    uniforms = {d.uniform(p) for d in draws for p in (0, 1, 2, 2**32)}
-    assert len(uniforms) == len(draws) * 4
+    streams = [d.exponentials(p, 3000).tolist() for d in draws for p in (0, 1, 2, 3, 750, 2**32)]
+    assert len({number for stream in streams for number in stream}) == len(streams) * 3000
+
+
+def test_a_padded_vocabulary_draws_the_same():
+    """Some checkpoints of a family pad the vocabulary further than others; fewer numbers are a prefix of more."""
+    probs = torch.rand(1300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probs /= probs.sum()
+    draws, positions = SeededDraws(2), np.arange(50)
+    for padding in (1, 236, 800):
+        padded = torch.nn.functional.pad(probs, (0, padding))
+        assert chosen(draws, padded, positions).tolist() == chosen(draws, probs, positions).tolist()
 
 
 def test_without_a_seed_a_fresh_one_is_reported_and_repeats_the_run():
     first, second = SeededDraws(), SeededDraws(None)
     assert first.seed != second.seed
-    assert SeededDraws(first.seed).uniform(5) == first.uniform(5)
+    assert SeededDraws(first.seed).exponentials(5, 4).tolist() == first.exponentials(5, 4).tolist()
     assert SeededDraws((3, 4)).seed == (3, 4) and SeededDraws(3).seed == 3
 
 
@@ -69,17 +89,18 @@ def test_seeds_are_refused_not_coerced(seed):
 
 def test_global_random_state_is_untouched():
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    draws = SeededDraws()
-    draws.choose(torch.full((3, 4), 0.25, dtype=torch.float64), np.arange(3))
+    chosen(SeededDraws(), torch.full((4,), 0.25, dtype=torch.float64), np.arange(3))
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
-def test_uniforms_are_uniform():
-    """Chi-square over 64 bins, of single uniforms, of neighbouring positions together, and across seeds."""
-    by_position = np.array([SeededDraws(11).uniform(p) for p in range(6400)])
-    by_seed = np.array([SeededDraws(s).uniform(11) for s in range(6400)])
-    by_row = np.array([SeededDraws((11, r)).uniform(11) for r in range(6400)])
-    for uniforms in (by_position, by_seed, by_row):
+def test_exponentials_are_exponential():
+    """Chi-square over 64 bins, of single ones, of neighbours together, across positions, seeds, rows and tokens."""
+    by_position = [SeededDraws(11).exponentials(p, 1)[0] for p in range(6400)]
+    by_seed = [SeededDraws(s).exponentials(11, 1)[0] for s in range(6400)]
+    by_row = [SeededDraws((11, r)).exponentials(11, 1)[0] for r in range(6400)]
+    by_token = SeededDraws(11).exponentials(11, 6400)
+    for exponentials in (by_position, by_seed, by_row, by_token):
+        uniforms = np.exp(-np.array(exponentials))
         singles = np.bincount((uniforms * 64).astype(int), minlength=64)
         pairs = np.bincount((uniforms[:-1] * 8).astype(int) * 8 + (uniforms[1:] * 8).astype(int), minlength=64)
         # 63 degrees of freedom: 110 is exceeded by chance once in 5000, and the seeds are fixed.
@@ -87,47 +108,98 @@ def test_uniforms_are_uniform():
         assert chi_square(pairs, np.full(64, 6399 / 64)) < 110
 
 
-def test_choices_follow_the_probabilities():
-    probs = torch.tensor([[0.5, 0.0, 0.3, 0.15, 0.05]], dtype=torch.float64)
-    rows = SeededDraws(5).choose(probs.expand(8000, 5), np.arange(8000))
-    counts = np.bincount([rows[i] for i in range(8000)], minlength=5)
+def test_exponentials_are_positive_finite_and_fine_near_zero(monkeypatch):
+    """All that random words can be: a token of probability 1e-17 wins by an exponential below 1e-16."""
+    words = np.array([0, 1, 2, 2**63, 2**64 - 1], dtype=np.uint64)
+    monkeypatch.setattr(np.random, "Philox", lambda **_: SimpleNamespace(random_raw=lambda size: words[:size]))
+    found = SeededDraws(0).exponentials(0, 5)
+    assert (np.diff(found) > 0).all() and found[0] > 0 and np.isfinite(found).all()
+    assert found[:3] == pytest.approx(np.array([0.5, 1.5, 2.5]) * 2.0**-64, rel=1e-12)
+    assert found[3] == pytest.approx(np.log(2))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 512])
+def test_choices_follow_the_probabilities(block, monkeypatch):
+    """Also of neighbouring positions together. Blocks of one token: all is decided among blocks; of 512: within one."""
+    monkeypatch.setattr(sampling, "_BLOCK", block)
+    probs = np.array([0.4, 0.0, 0.3, 0.2, 0.1])
+    tokens = chosen(SeededDraws(5), torch.from_numpy(probs), np.arange(4000))
+    counts, mass = np.bincount(tokens, minlength=5), probs > 0
     assert counts[1] == 0
-    mass = probs[0].numpy() > 0
-    assert chi_square(counts[mass], 8000 * probs[0].numpy()[mass]) < 16.3  # 3 degrees of freedom, 1 in 1000
+    assert chi_square(counts[mass], 4000 * probs[mass]) < 16.3  # 3 degrees of freedom, 1 in 1000
+    pairs, both = np.bincount(tokens[:-1] * 5 + tokens[1:], minlength=25), np.outer(probs, probs).ravel()
+    assert chi_square(pairs[both > 0], 3999 * both[both > 0]) < 37.7  # 15 degrees of freedom, 1 in 1000
 
 
-class FixedUniform(SeededDraws):
-    """Every uniform is the given one."""
+def test_choices_follow_the_probabilities_in_a_large_vocabulary():
+    probs = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64).mul(2).softmax(-1)
+    tokens = chosen(SeededDraws(6), probs, np.arange(6000))
+    bins = np.random.default_rng(0).permutation(5000) % 64  # neither blocks nor places in one
+    expected = np.bincount(bins, weights=probs.numpy()) * 6000
+    assert chi_square(np.bincount(bins[tokens], minlength=64), expected) < 103.5  # 63 degrees of freedom, 1 in 1000
+
+
+class EqualNoise(SeededDraws):
+    """Every exponential is the given one."""
 
     def __init__(self, value: float):
         super().__init__(0)
         self.value = value
 
-    def uniform(self, position: int) -> float:
-        return self.value
+    def exponentials(self, position: int, size: int) -> np.ndarray:
+        return np.full(size, self.value)
 
 
-@given(
-    st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 0.1, 1 / 3, 1.0]) | st.floats(0, 1), min_size=1, max_size=8).filter(
-        lambda weights: sum(weights) > 0
-    ),
-    st.sampled_from([0.0, 2.0**-53, 0.5, ALMOST_ONE]) | st.floats(0, 1, exclude_max=True),
-)
-def test_a_token_without_mass_is_never_chosen(weights, uniform):
-    probs = torch.tensor([weights], dtype=torch.float64)
+WEIGHTS = st.lists(
+    st.sampled_from([0.0, 5e-324, 1e-300, 1e-17, 0.1, 1 / 3, 1.0]) | st.floats(0, 1), min_size=1, max_size=8
+).filter(lambda weights: sum(weights) > 1e-300)
+
+
+@given(WEIGHTS, st.integers(1, 3), st.sampled_from([2.0**-65, 1.0, 36.7]) | st.integers(0, 2**32))
+def test_a_token_without_mass_is_never_chosen(weights, block, noise):
+    probs = torch.tensor(weights, dtype=torch.float64)
     probs = probs / probs.sum()
-    token = FixedUniform(uniform).choose(probs, np.array([0]))[0]
-    assert probs[0, token] > 0
-    if uniform == 0.0:
-        assert not probs[0, :token].any(), "zero takes the first token with mass"
+    draws = EqualNoise(noise) if isinstance(noise, float) else SeededDraws(noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_BLOCK", block)
+        (token,) = chosen(draws, probs, np.array([0]))
+    assert probs[token] > 0
 
 
-def test_uniforms_at_the_edges_of_the_cumulative_distribution():
-    probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]], dtype=torch.float64)
-    for uniform, token in [(0.0, 1), (0.25 - 2**-54, 1), (0.25, 3), (ALMOST_ONE, 3)]:
-        assert FixedUniform(uniform).choose(probs, np.array([0]))[0] == token
-    short = torch.full((1, 3), 0.333333, dtype=torch.float64)  # sums to less than one
-    assert FixedUniform(ALMOST_ONE).choose(short, np.array([0]))[0] == 2
+def test_rounding_changes_a_choice_hardly_ever():
+    """Errors as float32 makes them, in every logit of a long-tailed distribution; by inverse CDF they tell often."""
+    rng = np.random.default_rng(0)
+    logits = -1.1 * np.log(np.arange(1, 20001))
+    draws, by_race, by_inverse_cdf = SeededDraws(0), 0, 0
+    for position in range(500):
+        rng.shuffle(logits)
+        rows = torch.from_numpy(np.stack([logits, logits + rng.normal(0, 1e-5, logits.size)])).softmax(-1)
+        one, other = draws.choose(rows, np.array([position, position]))
+        by_race += one != other
+        one, other = torch.searchsorted(rows.cumsum(-1), torch.full((2, 1), rng.random(), dtype=rows.dtype))
+        by_inverse_cdf += int(one != other)
+    assert by_race == 0 and by_inverse_cdf > 4
+
+
+@pytest.mark.parametrize("block", [1, 3, 512])
+def test_the_gap_of_a_token_is_what_its_log_probability_lacks(block, monkeypatch):
+    """And none is drawn for errors in all log probabilities of less than half its gap."""
+    monkeypatch.setattr(sampling, "_BLOCK", block)
+    probs = torch.tensor([0.3, 0.0, 0.1, 0.25, 0.15, 0.2], dtype=torch.float64)
+    draws, rng = SeededDraws(3), np.random.default_rng(3)
+
+    def drawn(log_errors: np.ndarray) -> int:
+        return draws.choose(probs[None] * torch.from_numpy(np.exp(log_errors)), np.array([position]))[0]
+
+    for position, token in product(range(40), range(6)):
+        alone, gap = np.eye(6)[token], draws.gap(probs, position, token)
+        assert (gap == 0) == (drawn(0 * alone) == token) and (gap == np.inf) == (token == 1)
+        if 0 < gap < np.inf:
+            assert all(drawn(rng.uniform(-0.49, 0.49, 6) * gap) != token for _ in range(5))
+            assert drawn(0.99 * gap * alone) != token
+            # Where blocks and tokens both race, its block has to gain as much as a whole.
+            block_too = np.arange(6) // block == token // block if block == 3 else 0
+            assert drawn(1.01 * gap * (alone + block_too)) == token
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Auditing an output: plain forwards over the given text, and what is and is not the target's own choice there."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -122,16 +124,30 @@ def test_sampled_text_is_what_its_seed_draws_and_no_other(target, model, output)
     assert other and max(each.gap for each in other) > 1e-2
 
 
-def test_the_gap_of_a_sampled_token_is_the_distance_of_the_draw_from_its_share(target, model):
+def test_the_gap_of_a_sampled_token_is_what_its_log_probability_lacks_to_be_drawn(target, model):
     text, rules = sampled(target, model, seed=3)
     probs = rules.process(torch.tensor(PROMPT)[None], last_logits(model, PROMPT).float()[None]).double().softmax(-1)[0]
-    uniform = SeededDraws(3).uniform(len(PROMPT))
+    at = np.array([len(PROMPT)])
     for token in {0, VOCAB_SIZE - 1} - {text[0]}:
         (found,) = audit(target, PROMPT, [token], rules, seed=3)
-        start, end = float(probs[:token].sum()), float(probs[: token + 1].sum())
-        expected = uniform - end if uniform > end else start - uniform
         assert found == Difference(0, token, text[0], found.gap)
-        assert found.gap == pytest.approx(expected, abs=1e-6)
+        assert found.gap > 1e-2, "no near-tie"
+        for factor, drawn in [(0.99, text[0]), (1.01, token)]:
+            raised = probs.clone()
+            raised[token] *= math.exp(factor * found.gap)
+            assert SeededDraws(3).choose(raised[None], at)[0] == drawn
+
+
+def test_a_near_tie_in_a_draw_is_found_with_a_gap_that_says_rounding(target, model, output, monkeypatch):
+    _, rules = sampled(target, model, seed=3, size=1)
+    twin = next(token for token in range(3, VOCAB_SIZE) if token not in output and token not in PROMPT)
+    monkeypatch.setattr(SeededDraws, "exponentials", lambda self, position, size: np.ones(size))
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[twin] = head[output[0]] * (1 - 1e-5)
+    (found,) = audit(target, PROMPT, [twin], rules, seed=3)
+    assert (found.token, found.expected) == (twin, output[0])
+    assert 0 < found.gap < 1e-3
 
 
 def test_a_token_outside_the_support_has_an_infinite_gap(target, model):

@@ -77,7 +77,7 @@ def test_sampled_output_equals_plain_with_that_seed(pair, name):
     assert pair.load(name).generate(SAMPLED_PROMPT, MAX_NEW_TOKENS, **SAMPLING).token_ids == pair.sampled
 
 
-def test_plain_samples_by_inverse_cdf_from_the_warped_distribution(pair):
+def test_plain_samples_from_the_warped_distribution(pair):
     """What sampled output is compared with: a loop of forwards without a cache, transformers' warpers and the draws."""
     warpers = transformers.TemperatureLogitsWarper(0.8), transformers.TopPLogitsWarper(0.9)
     draws = SeededDraws(SAMPLING["seed"])

@@ -33,8 +33,7 @@ from treegraft.tree import Ints
 
 TOLERANCE = 1e-3
 # A step of bfloat16 is 0.25 at logits from 32 on, where large models have them, and sums inside round as well.
-HALF_PRECISION_NATS = 0.5
-HALF_PRECISION_PROBABILITY = 0.1  # what such an error does to the cumulative distribution
+HALF_PRECISION_TOLERANCE = 0.5  # at temperature 1; logits are divided by it, and their errors with them
 
 
 @attrs.frozen
@@ -64,7 +63,7 @@ class Output:
 @click.option(
     "--tolerance", type=click.FloatRange(min=0.0), metavar="GAP",
     help=f"Largest gap to put down to rounding.  [default: {TOLERANCE}; for text decoded in half precision "
-    f"{HALF_PRECISION_NATS}, or {HALF_PRECISION_PROBABILITY} if sampled]",
+    f"{HALF_PRECISION_TOLERANCE}, over the temperature if sampled]",
 )  # fmt: skip
 @click.option("--json", "json_wanted", is_flag=True, help="One JSON object on stdout, and nothing else.")
 @click.pass_context
@@ -177,8 +176,7 @@ def compare(
     if seed is None and not rules.greedy:
         raise RequestError("--seed", "none, and none in the file", "Sampled text is audited draw by draw.", "Name it.")
     if tolerance is None:
-        in_half = HALF_PRECISION_NATS if rules.greedy else HALF_PRECISION_PROBABILITY
-        tolerance = in_half if output.rounded else TOLERANCE
+        tolerance = HALF_PRECISION_TOLERANCE / (options.temperature or 1.0) if output.rounded else TOLERANCE
     found = differences_of(target, prompt, output.token_ids, rules, seed)
     return Report(output.token_ids, found, tolerance, not rules.greedy, target.tokenizer)
 

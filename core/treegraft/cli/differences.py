@@ -18,7 +18,7 @@ class Report:
         token_ids: what was audited.
         differences: tokens that were not the target's choice.
         tolerance: the largest gap to put down to rounding.
-        sampled: whether gaps are in probability, and not in nats.
+        sampled: whether the choice is what the seed draws, and not the arg-max.
         tokenizer: the target's, or None.
     """
 
@@ -38,11 +38,6 @@ class Report:
         """Whether every gap is within the tolerance."""
         return self.largest <= self.tolerance
 
-    @property
-    def unit(self) -> str:
-        """Of gaps."""
-        return "probability" if self.sampled else "nats"
-
     def as_text(self) -> str:
         """A table of the differences, if there are any, a summary, and a verdict."""
         choice = "seed's draw" if self.sampled else "arg-max"
@@ -56,10 +51,10 @@ class Report:
             )
             for each in self.differences
         ]
-        lines = table(("index", "token", choice, f"gap ({self.unit})", ""), rows) if rows else []
+        lines = table(("index", "token", choice, "gap (nats)", ""), rows) if rows else []
         found = f"{len(self.token_ids)} tokens, {len(rows)} not the {choice}"
         if rows:
-            found += f"; largest gap {_shown(self.largest)} {self.unit}"
+            found += f"; largest gap {_shown(self.largest)} nats"
         return "\n".join([*lines, f"{found} (tolerance {self.tolerance:g})"])
 
     def as_json(self) -> str:
@@ -80,7 +75,6 @@ class Report:
             "num_new_tokens": len(self.token_ids),
             "num_different": len(found),
             "largest_gap": _finite(self.largest),
-            "unit": self.unit,
             "tolerance": self.tolerance,
             "passed": self.passed,
             "differences": found,

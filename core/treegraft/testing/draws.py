@@ -32,7 +32,7 @@ class EnumeratedDraws(Draws):
 
     A row branches when it is first read and keeps its token from then on; a row that is never read does not branch.
     Every other read is a choice of its own, also at a position that was read before. That is stricter than
-    `SeededDraws`, where a position keeps its uniform: a decoder that drops a draw and draws again is found out here,
+    `SeededDraws`, where a position keeps its noise: a decoder that drops a draw and draws again is found out here,
     while there it would happen to get the same token.
 
     >>> draws, probs = EnumeratedDraws(), torch.tensor([[0.25, 0.0, 0.75]], dtype=torch.float64)
