@@ -342,6 +342,8 @@ class TargetModel(ABC):
     """Where its logits live."""
     max_length: int | None = None
     """Most tokens of prompt and output together, or None without a limit."""
+    num_layers: int | None = None
+    """Its hidden layers, or None where drafters need not know."""
     tokenizer: Any = None
     """The model's tokenizer (transformers' protocol), or None."""
     identity: str = ""
@@ -466,6 +468,14 @@ class Drafter(ABC):
 
     def restore(self, checkpoint: Any) -> None:
         """Go back to where `checkpoint` of the same round stood, to draft another tree; what is computed may stay."""
+
+    def num_missed(self, committed: NDArray[np.int64]) -> int:
+        """Rows that the next round's first call adds to its own, to take in what no call of this drafter has.
+
+        Args:
+            committed: int64 [T], the text if this round ended now: with what it accepts, and the next root.
+        """
+        return 0
 
     def stop(self) -> None:
         """End the request: free what it held."""

@@ -5,6 +5,8 @@ A `Session` plays the core's part in a request. Everything the drafter says in i
 float64 forwards over the whole path.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -377,6 +379,92 @@ def test_nodes_at_the_depth_limit_are_scored_but_not_forwarded():
     assert play.forwarded == [7, 1]
     assert result.rows.tolist() == [1, 2, 3] and result.processed.tolist() == [0]
     assert len(play.drafter.draft(play.request([1, 2]))) == 0
+
+
+# -- several trees from one root --------------------------------------------------------------------------------------
+
+STEPS = 4
+SCHEDULES = list(itertools.product("fo", repeat=STEPS))  # at each step a foreign drafter or this one
+
+
+def step(play, who):
+    """One step, a function of the tree alone: what became of the tree, the rows scored, the rows counted."""
+    pool, rescored = np.arange(len(play.tree)), []
+    if who == "o":
+        result = play.rescore(np.flatnonzero(~play.tree.visited_by(OWN)))
+        pool, rescored = result.processed, result.rows.tolist()
+    best = pool[np.lexsort((-pool, -play.tree.path_score[pool]))[:2]].tolist()
+    if who == "o":
+        play.draft(best, branching=2)
+    else:
+        for row in best:
+            play.graft(**{f"row_{row}": [(3 * int(play.tree.token[row]) + add) % VOCAB for add in (2, 3)]})
+    return play.tree, rescored, play.drafter.num_rows if who == "o" else 0
+
+
+def play_to_the_third_round(family):
+    """Two rounds behind it, of which the second missed a token."""
+    play = session(family, rescore_limit=3)
+    for who in "fo":
+        step(play, who)
+    play.accept(int(np.flatnonzero(play.tree.leaves())[-1]))
+    play.accept(0, 8)
+    return play
+
+
+def alike(ours, theirs):
+    for (tree, *counts), (other, *expected) in zip(ours, theirs, strict=True):
+        assert counts == expected
+        for name in ("token", "parent", "visited", "scorer"):
+            assert np.array_equal(tree.nodes[name], other.nodes[name]), name
+        np.testing.assert_allclose(tree.path_score, other.path_score, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 windowed"])
+def test_schedules_searched_depth_first_are_as_each_by_itself(family):
+    """Trees, scores, rows counted, and what the next round finds, though most rows are forwarded only once."""
+    alone, missed = {}, {}
+    num_alone = 0
+    for schedule in SCHEDULES:
+        fresh = play_to_the_third_round(family)
+        alone[schedule] = [step(fresh, who) for who in schedule]
+        assert sum(rows for *_, rows in alone[schedule]) == sum(fresh.forwarded)
+        num_alone += sum(fresh.forwarded)
+        leaf = int(fresh.tree.depth.argmax())
+        missed[schedule] = fresh.drafter.num_missed(
+            np.array([*fresh.committed, *fresh.tree.token[fresh.tree.path(leaf)[1:]], 5])
+        )
+        fresh.accept(leaf)
+        fresh.draft([0])
+        assert fresh.drafter.num_rows == missed[schedule] + 1
+
+    play, leaves = play_to_the_third_round(family), {}
+
+    def search(taken, steps, tree):
+        if len(taken) == STEPS:
+            alike(steps, alone[taken])
+            leaf = int(tree.depth.argmax())
+            text = np.array([*play.committed, *tree.token[tree.path(leaf)[1:]], 5])
+            assert play.drafter.num_missed(text) == missed[taken]
+            leaves[taken] = tree, leaf, play.drafter.checkpoint()
+            return
+        checkpoint = play.drafter.checkpoint()
+        for who in "fo":
+            play.drafter.restore(checkpoint)
+            play.tree = tree
+            done = step(play, who)
+            search((*taken, who), [*steps, done], done[0])
+
+    assert play.drafter.num_missed(np.array(play.committed)) > 0, "there is something to catch up"
+    search((), [], play.tree)
+    assert len(leaves) == len(SCHEDULES) and sum(play.forwarded) < 0.6 * num_alone
+    # Whichever schedule is gone on with: it is as if it had been the only one.
+    chosen = SCHEDULES[-3]
+    play.tree, leaf, checkpoint = leaves[chosen]
+    play.drafter.restore(checkpoint)
+    play.accept(leaf)
+    play.draft([0])
+    assert play.drafter.num_rows == missed[chosen] + 1 == sum(play.forwarded)
 
 
 # -- rules and limits -------------------------------------------------------------------------------------------------

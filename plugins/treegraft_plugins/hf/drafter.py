@@ -139,7 +139,7 @@ class HFCausalLMDrafter(Drafter):
         self.max_length = self._engine.max_length
         self.identity = f"hf_causal_lm {self.rescore_limit} {latency_identity(model)}"
         self._vocabulary: Vocabulary = SameIds(self._engine.vocab_size, self._engine.vocab_size)
-        self._round = _Round()
+        self._round, self._num_observed = _Round(), 0
 
     # -- the request's course -----------------------------------------------------------------------------------------
 
@@ -150,6 +150,7 @@ class HFCausalLMDrafter(Drafter):
     def start(self, observation: Observation) -> None:
         # The prompt is forwarded by the first call: a drafter that is never called costs nothing.
         self.stop()
+        self._num_observed = len(observation.tokens)
 
     def observe(self, observation: Observation) -> None:
         if self._engine.num_slots:
@@ -157,6 +158,7 @@ class HFCausalLMDrafter(Drafter):
             missed = np.flatnonzero(self._round.used[:num_missed])  # all of them, or none if no call needed any
             self._engine.commit(np.concatenate([missed, np.array(self._round.path(observation.tokens), np.int64)]))
         self._round = _Round()
+        self._num_observed += len(observation.tokens)
 
     def stop(self) -> None:
         self._engine.reset()
@@ -170,6 +172,16 @@ class HFCausalLMDrafter(Drafter):
 
     def restore(self, checkpoint: Bools) -> None:
         self._round.restore(checkpoint)
+
+    def num_missed(self, committed: NDArray[np.int64]) -> int:
+        called_for = len(self._round.path(committed[self._num_observed : -1]))
+        if called_for:
+            num_missed = len(committed) - 1 - self._num_observed - called_for
+        elif self._engine.num_committed:
+            num_missed = len(self._vocabulary.context(committed)) - 1 - self._engine.num_committed
+        else:
+            return 0
+        return num_missed if num_missed <= _MAX_MISSED else (num_missed - 1) % _MAX_MISSED + 1
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 
