@@ -23,6 +23,7 @@ LAZY_EXEMPTIONS = {
     ("interfaces", "treegraft_plugins.hf.rules"),
     ("pipeline", "treegraft_plugins.hf.generate"),
     ("front_door", "treegraft_plugins.hf.generate"),
+    ("bench", "treegraft_plugins.hf.rivals"),
 }
 
 
