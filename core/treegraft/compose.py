@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from treegraft.errors import ComposeError, Faults, ModelError, TreeGraftError, suggest
-from treegraft.interfaces import Drafter, ModelSpec, Source, TargetModel
+from treegraft.interfaces import Drafter, ModelSpec, Setting, Source, SourceSetting, TargetModel
 from treegraft.pipeline import Pipeline
 from treegraft.plugins import KINDS, Plugins, Provider, installed_plugins, plural
 from treegraft.registry import Config, Overrides, Registry, lay_over
@@ -35,6 +35,7 @@ PIPELINE_PARTS = {
     "verifier": "verifier",
     "costs": "cost model",
 }
+BOUND_PARTS = ("scheduler", "budget")
 SOURCE_PARTS = {"draft": "drafter", "select": "selector", "graft": "graft policy", "edges": "edge scorer"}
 
 # -- what it comes to -------------------------------------------------------------------------------------------------
@@ -124,6 +125,7 @@ class ResolvedPipeline:
         sources: its sources, in order.
         models: the models it uses, by name: a ModelSpec, or the object that the caller passed.
         files: the registry files that took part.
+        notes: by key path, what a part says about itself in this pipeline.
         plugins: where the components come from.
     """
 
@@ -133,12 +135,32 @@ class ResolvedPipeline:
     sources: dict[str, SourceSchema]
     models: dict[str, Any]
     files: tuple[Path, ...]
+    notes: Mapping[str, str]
     plugins: Plugins = attrs.field(repr=False)
 
     @property
     def lossless(self) -> bool:
         """Whether the output has exactly the target's distribution."""
         return bool(self.parts["verifier"].says("lossless"))
+
+    def setting(self, verify_nodes: int, made: Mapping[str, Any]) -> Setting:
+        """The pipeline as its parts may know it; names of models are those of what is `made`."""
+        target = made["target"]
+        drafters = {name: made[f"sources.{name}.draft"] for name in self.sources}
+        return Setting(
+            target=target.model_name,
+            vocab_size=target.vocab_size,
+            sources=_source_settings(self.sources, {name: drafter.model_name for name, drafter in drafters.items()}),
+            steps=self.config["steps"],
+            verify_nodes=verify_nodes,
+        )
+
+
+def _source_settings(sources: Mapping[str, SourceSchema], models: Mapping[str, str]) -> dict[str, SourceSetting]:
+    return {
+        name: SourceSetting(models[name], schema.width, schema.branching, schema.rank)
+        for name, schema in sources.items()
+    }
 
 
 def load(
@@ -231,7 +253,9 @@ def _connect(resolved: ResolvedPipeline, made: Mapping[str, Any], tokenizer: Any
         )
         for index, (name, schema) in enumerate(resolved.sources.items())
     ]
-    resolved.parts["scheduler"].report(ComposeError, made["scheduler"].bind, list(resolved.sources))
+    setting = resolved.setting(made["budget"].max_verify_nodes, made)
+    for key in BOUND_PARTS:
+        resolved.parts[key].report(ComposeError, made[key].bind, setting)
     return Pipeline(
         name=resolved.name,
         sources=sources,
@@ -277,10 +301,10 @@ class _Resolver:
                 del keys["edges"]
         self.check_models()
         sources = {name: SourceSchema(**config["sources"][name]) for name in known}
-        self.try_parts(list(sources))
+        notes = self.try_parts(sources, config["steps"])
         return ResolvedPipeline(
-            self.name, config, self.parts, sources, self.models, self.registry.files, self.plugins
-        )  # fmt: skip
+            self.name, config, self.parts, sources, self.models, self.registry.files, notes, self.plugins
+        )
 
     def known_sources(self, sources: Config) -> list[str]:
         """The names of the sources, less those that a slip in an override's path seems to have made."""
@@ -350,16 +374,39 @@ class _Resolver:
                 f"It accepts: {', '.join(sorted(verifier.says('accepts')))}.", "Take another drafter or verifier.",
             )  # fmt: skip
 
-    def try_parts(self, source_names: list[str]) -> None:
-        """Make what needs no model, so that what its constructor refuses shows beside the other faults."""
-        for part in self.parts.values():
+    def try_parts(self, sources: Mapping[str, SourceSchema], steps: int) -> dict[str, str]:
+        """Make what needs no model, so that what it refuses shows beside the other faults; returns the parts' notes."""
+        made: dict[str, Any] = {}
+        for path, part in self.parts.items():
             if part.given is None and part.model is None and not self.faults.at(part.where):
                 try:
-                    made = part.make({})
-                    if part.kind == "scheduler":
-                        part.report(ComposeError, made.bind, source_names)
+                    made[path] = part.make({})
                 except TreeGraftError as error:
                     self.faults.keep(error)
+        notes: dict[str, str] = {}
+        setting = Setting(
+            target=self.model_name("target"),
+            vocab_size=None,
+            sources=_source_settings(sources, {name: self.model_name(f"sources.{name}.draft") for name in sources}),
+            steps=steps,
+            verify_nodes=made["budget"].max_verify_nodes if "budget" in made else None,
+        )
+        for path in (path for path in BOUND_PARTS if path in made):
+            try:
+                self.parts[path].report(ComposeError, made[path].bind, setting)
+            except TreeGraftError as error:
+                self.faults.keep(error)
+                continue
+            note = made[path].note()
+            if note is not None:
+                notes[path] = note
+        return notes
+
+    def model_name(self, path: str) -> str:
+        """The name of a part's model as far as it is known without loading it."""
+        part = self.parts.get(path)
+        model = None if part is None else self.models.get(part.model or "")
+        return model.name if isinstance(model, ModelSpec) else ""
 
     # -- models -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ plugin is given is a value (frozen, arrays read-only); everything it does is in 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -42,6 +43,11 @@ class ModelSpec:
     attn_implementation: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the model is called wherever it lies: `demo:target`, or the last part of a folder's or hub id's path."""
+        return self.path if self.path.startswith("demo:") else PurePath(self.path).name
 
 
 @attrs.frozen
@@ -218,6 +224,35 @@ class Source:
     edge_scorer: "EdgeScorer | None" = None
 
 
+@attrs.frozen
+class SourceSetting:
+    """A source as its pipeline's other parts may know it beforehand: its model's name ("" without one), and numbers."""
+
+    model: str
+    width: int
+    branching: int
+    rank: int
+
+
+@attrs.frozen
+class Setting:
+    """A pipeline as its parts may know it before it serves a request, and before any model is loaded.
+
+    Attributes:
+        target: the name of the target's model, "" where it has none.
+        vocab_size: V, or None before the target is loaded.
+        sources: by name, in order.
+        steps: D.
+        verify_nodes: B, or None where the budget is at fault.
+    """
+
+    target: str
+    vocab_size: int | None
+    sources: Mapping[str, SourceSetting]
+    steps: int
+    verify_nodes: int | None
+
+
 @attrs.frozen(eq=False)
 class StepRecord:
     """One drafting step: who, on what, what came of it, and what it took.
@@ -346,6 +381,8 @@ class TargetModel(ABC):
     """Its hidden layers, or None where drafters need not know."""
     tokenizer: Any = None
     """The model's tokenizer (transformers' protocol), or None."""
+    model_name: str = ""
+    """What its model is called, as `ModelSpec.name` calls it; what fitted weights are matched by."""
     identity: str = ""
     """What its latencies depend on (model, dtype, device, versions); empty keeps measurements out of the disk cache."""
     lossless_note: str | None = None
@@ -432,6 +469,8 @@ class Drafter(ABC):
     """What to observe of the target."""
     max_length: int | None = None
     """Positions this drafter can process, or None without a limit."""
+    model_name: str = ""
+    """What its model is called, as for a target; "" without one."""
     identity: str = ""
     """What its latencies depend on, as for a target."""
     num_rows: int = 0
@@ -531,12 +570,16 @@ class Scheduler(ABC):
     def decide(self, state: RoundState) -> str | None:
         """The source that drafts next, or None to stop growing (before the first step: no drafting this round)."""
 
-    def bind(self, source_names: Sequence[str]) -> None:
-        """Meet the pipeline's sources, once.
+    def bind(self, setting: Setting) -> None:
+        """Meet the pipeline: when it is resolved, and again once its models are loaded.
 
         Raises:
-            ComposeError: the scheduler names a source that the pipeline lacks.
+            ComposeError: the scheduler does not suit the pipeline, such as one that names a source which it lacks.
         """
+
+    def note(self) -> str | None:
+        """After `bind`: what `treegraft show` says about it, such as which of several ways it will take and why."""
+        return None
 
 
 class BudgetPolicy(ABC):
@@ -550,6 +593,13 @@ class BudgetPolicy(ABC):
     """As a scheduler's."""
     max_verify_nodes: int
     """B, the most non-root nodes it ever allows (the constructor argument `verify_nodes`)."""
+
+    def bind(self, setting: Setting) -> None:
+        """As a scheduler's."""
+
+    def note(self) -> str | None:
+        """As a scheduler's."""
+        return None
 
     @abstractmethod
     def max_nodes(self, state: RoundState) -> int:

@@ -106,9 +106,9 @@ class ToyGraft(treegraft.GraftPolicy):
 class ToyScheduler(treegraft.Scheduler):
     pattern: list[str]
 
-    def bind(self, source_names):
+    def bind(self, setting):
         for name in self.pattern:
-            if name not in source_names:
+            if name not in setting.sources:
                 raise treegraft.ComposeError("pattern", f"no source named {name!r}.")
 
     def decide(self, state):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from treegraft.interfaces import DraftRequest, Limits, RoundState, Source
+from treegraft.interfaces import DraftRequest, Limits, RoundState, Setting, Source, SourceSetting
 from treegraft.tree import DraftTree
 
 
@@ -25,6 +25,12 @@ def bare_state(num_steps: int = 0, tree: DraftTree | None = None) -> RoundState:
         num_prompt_tokens=1, position=0, limits=Limits(steps=5, verify_nodes=63, max_depth=100), sources={},
         steps=(anything,) * num_steps, tree=tree or DraftTree.rooted(0), statistics=anything,
     )  # fmt: skip
+
+
+def bare_setting(names: Sequence[str]) -> Setting:
+    """A pipeline with sources of these names."""
+    sources = {name: SourceSetting("", width=10, branching=10, rank=rank) for rank, name in enumerate(names)}
+    return Setting(target="", vocab_size=None, sources=sources, steps=5, verify_nodes=63)
 
 
 def request(

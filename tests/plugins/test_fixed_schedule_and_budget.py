@@ -1,7 +1,7 @@
 """Scheduler and budget `fixed`: what is written down is what happens; rules C1, C2, B1."""
 
 import pytest
-from bare_parts import bare_state
+from bare_parts import bare_setting, bare_state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,14 +16,14 @@ NAMES = st.sampled_from(["small", "middle", None])
 @given(st.lists(NAMES, min_size=1, max_size=8), st.integers(0, 12))
 def test_c1_c2_the_pattern_is_repeated_or_truncated(pattern, step):
     scheduler = FixedScheduler(pattern)
-    scheduler.bind(["small", "middle"])
+    scheduler.bind(bare_setting(["small", "middle"]))
     assert scheduler.decide(bare_state(step)) == (pattern * 13)[step]
     assert scheduler.decide(bare_state(step)) == scheduler.decide(bare_state(step))
 
 
 def test_an_empty_pattern_never_drafts():
     scheduler = FixedScheduler(pattern=[])
-    scheduler.bind(["small"])
+    scheduler.bind(bare_setting(["small"]))
     assert scheduler.decide(bare_state(0)) is None
 
 
@@ -33,7 +33,7 @@ def test_a_source_that_failed_is_still_named():
 
 def test_an_unknown_source_is_refused_with_a_suggestion():
     with pytest.raises(ComposeError, match="no source named 'smal'") as caught:
-        FixedScheduler(["middle", None, "smal"]).bind(["small", "middle"])
+        FixedScheduler(["middle", None, "smal"]).bind(bare_setting(["small", "middle"]))
     assert "Sources: small, middle. Did you mean 'small'?" in str(caught.value)
 
 

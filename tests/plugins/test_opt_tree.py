@@ -5,7 +5,7 @@ import itertools
 import attrs
 import numpy as np
 import pytest
-from bare_parts import bare_state
+from bare_parts import bare_setting, bare_state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,7 +96,7 @@ def test_the_first_step_is_always_taken_and_sources_take_turns():
 
 def test_an_unknown_source_is_refused_with_a_suggestion():
     with pytest.raises(ComposeError, match=r"scheduler\.pattern: no source named 'midle'") as caught:
-        OptTreeScheduler(["midle"]).bind(["small", "middle"])
+        OptTreeScheduler(["midle"]).bind(bare_setting(["small", "middle"]))
     assert "Sources: small, middle. Did you mean 'middle'?" in str(caught.value)
     with pytest.raises(ComposeError, match=r"(?s)scheduler.*no source named 'midle'.*Did you mean 'middle'"):
         treegraft.load("opt_tree", "scheduler.pattern=[midle]")

@@ -28,6 +28,7 @@ def show(pipeline: str, overrides: Sequence[str], registry: Path | None, modules
         for path, part in resolved.parts.items()
     ]
     facts = [f"file: {file}" for file in resolved.files]
+    facts += [f"{path}: {note}" for path, note in resolved.notes.items()]
     facts.append(f"lossless: {'yes' if resolved.lossless else 'no'}")
     for line in [*facts, "", *table(("part", "use", "class", "provided by"), rows)]:
         click.echo(f"# {line}".rstrip())

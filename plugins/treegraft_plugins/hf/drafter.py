@@ -13,7 +13,7 @@ from treegraft.interfaces import Drafter, DraftRequest, Observation, Rescoring, 
 from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
 from treegraft_plugins import options
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
-from treegraft_plugins.hf.loading import Loadable, load_causal_lm
+from treegraft_plugins.hf.loading import Loadable, load_causal_lm, model_name
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved
 from treegraft_plugins.hf.vocabulary import VOCABULARIES, SameIds, Vocabulary
 
@@ -137,6 +137,7 @@ class HFCausalLMDrafter(Drafter):
         if self.self_check:
             check_trees(self._engine)
         self.max_length = self._engine.max_length
+        self.model_name = model_name(self.model)
         self.identity = f"hf_causal_lm {self.rescore_limit} {latency_identity(model)}"
         self._vocabulary: Vocabulary = SameIds(self._engine.vocab_size, self._engine.vocab_size)
         self._round, self._num_observed = _Round(), 0

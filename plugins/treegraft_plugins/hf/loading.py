@@ -3,14 +3,14 @@
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import attrs
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from treegraft.errors import ModelError, suggest
@@ -25,6 +25,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 Loadable = ModelSpec | PreTrainedModel | tuple[PreTrainedModel, Any]
 """What a `model` argument may be: what to load, a loaded model, or one with its tokenizer."""
+
+Network = TypeVar("Network", bound=PreTrainedModel)
 
 _loaded: "WeakValueDictionary[tuple[ModelSpec, _Place], PreTrainedModel]" = WeakValueDictionary()
 
@@ -65,6 +67,49 @@ def load_causal_lm(model: Loadable) -> tuple[PreTrainedModel, Any]:
     if loaded is None:
         loaded = _loaded[key] = _load_model(model, place)
     return loaded, _load_tokenizer(model, place)
+
+
+def model_name(model: Loadable) -> str:
+    """What a model is called, as `ModelSpec.name` calls it, also where it was loaded by somebody else."""
+    if isinstance(model, ModelSpec):
+        return model.name
+    loaded = model[0] if isinstance(model, tuple) else model
+    path = Path(loaded.name_or_path)
+    return f"demo:{path.name}" if path.parent == _DEMO_FOLDER else path.name
+
+
+def load_network(
+    spec: ModelSpec, network: type[Network], configuration: Callable[[dict[str, Any], str], PreTrainedConfig]
+) -> Network:
+    """A drafter's network from a folder or a hub id, from safetensors alone; every weight must be there and no other.
+
+    Args:
+        spec: what to load.
+        network: its class.
+        configuration: called with the content of config.json and what to name in an error.
+
+    Raises:
+        ModelError: there is no such checkpoint, or it is none of this network.
+    """
+    where, place = _where(spec.path), _place(spec.path)
+    unread = [name for name in ("device_map", "attn_implementation") if getattr(spec, name) is not None]
+    if unread or place.gguf_file is not None:
+        found = "a GGUF file" if place.gguf_file is not None else unread[0]
+        raise ModelError(where, f"{found}, for a drafter's network", "Allowed: path, dtype, device, revision.")
+    device = _device(spec)
+    hub_options = _hub_options(spec)
+    with _wrapped(spec), _without_progress_bars():
+        settings, _ = PreTrainedConfig.get_config_dict(place.name, **hub_options)
+        config = configuration(settings, where)
+        model, report = network.from_pretrained(
+            place.name, config=config, dtype=_dtype(spec, device), use_safetensors=True, output_loading_info=True,
+            **hub_options,
+        )  # fmt: skip
+    for kind in ("missing", "unexpected", "mismatched"):
+        if report[f"{kind}_keys"]:
+            names = sorted(key if isinstance(key, str) else str(key[0]) for key in report[f"{kind}_keys"])
+            raise ModelError(where, f"{kind} weights: {', '.join(names[:3])}", f"Allowed: those of {network.__name__}.")
+    return model.to(device).eval()
 
 
 def _place(path: str) -> _Place:

@@ -16,7 +16,7 @@ from treegraft_plugins.hf import rules
 from treegraft_plugins.hf.audit import teacher_force
 from treegraft_plugins.hf.cache import KeysValues, Past
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
-from treegraft_plugins.hf.loading import Loadable, load_causal_lm
+from treegraft_plugins.hf.loading import Loadable, load_causal_lm, model_name
 from treegraft_plugins.hf.probe import check_trees, refuse_unserved, relative_error, tolerance
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ class HFCausalLMTarget(TargetModel):
         self._past: Past | None = None
         self._chunk_size: int | None = None
         self.vocab_size, self.max_length = self._engine.vocab_size, self._engine.max_length
+        self.num_layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        self.model_name = model_name(model)
         self.device, self.identity = self._engine.device, latency_identity(self.model)
         dtype = str(self.model.dtype).removeprefix("torch.")
         if torch.finfo(self.model.dtype).bits < 32:

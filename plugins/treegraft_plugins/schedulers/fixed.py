@@ -1,12 +1,11 @@
 """A schedule that is written down beforehand."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from treegraft.errors import ComposeError, suggest
-from treegraft.interfaces import RoundState, Scheduler
+from treegraft.interfaces import RoundState, Scheduler, Setting
 
 
 def _pattern(value: Any) -> Any:
@@ -34,10 +33,13 @@ class FixedScheduler(Scheduler):
     def decide(self, state: RoundState) -> str | None:
         return self.pattern[len(state.steps) % len(self.pattern)] if self.pattern else None
 
-    def bind(self, source_names: Sequence[str]) -> None:
+    def bind(self, setting: Setting) -> None:
         for name in self.pattern:
-            if name is not None and name not in source_names:
-                known = ", ".join(source_names) or "none"
+            if name is not None and name not in setting.sources:
+                known = ", ".join(setting.sources) or "none"
                 raise ComposeError(
-                    "scheduler.pattern", f"no source named {name!r}.", f"Sources: {known}.", suggest(name, source_names)
+                    "scheduler.pattern",
+                    f"no source named {name!r}.",
+                    f"Sources: {known}.",
+                    suggest(name, [*setting.sources]),
                 )

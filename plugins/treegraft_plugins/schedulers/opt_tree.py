@@ -1,11 +1,9 @@
 """Drafting until a step no longer raises the expected accepted length by enough."""
 
-from collections.abc import Sequence
-
 import attrs
 import numpy as np
 
-from treegraft.interfaces import RoundState, Scheduler
+from treegraft.interfaces import RoundState, Scheduler, Setting
 from treegraft.tree import DraftTree
 from treegraft_plugins.options import number
 from treegraft_plugins.schedulers.fixed import FixedScheduler
@@ -39,8 +37,8 @@ class OptTreeScheduler(Scheduler):
                 return None
         return self._in_turn.decide(state)
 
-    def bind(self, source_names: Sequence[str]) -> None:
-        self._in_turn.bind(source_names)
+    def bind(self, setting: Setting) -> None:
+        self._in_turn.bind(setting)
 
 
 def expected_accepted(tree: DraftTree, num_nodes: int) -> float:
