@@ -32,17 +32,25 @@ def shape(settings: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def check_vary(names: Sequence[str]) -> None:
+    """Refuse to vary what does not exist.
+
+    Raises:
+        RequestError: naming it.
+    """
+    for name in names:
+        if name not in SHARED:
+            raise RequestError(
+                f"--vary {name}", "nothing to vary", f"Allowed: {', '.join(SHARED)}.", suggest(name, SHARED)
+            )  # fmt: skip
+
+
 def check_shared(arms: Sequence[Arm], vary: Sequence[str]) -> None:
     """Refuse arms of ours that differ in D, B, W or m where that is not what the run is about.
 
     Raises:
         RequestError: naming what differs.
     """
-    for name in vary:
-        if name not in SHARED:
-            raise RequestError(
-                f"--vary {name}", "nothing to vary", f"Allowed: {', '.join(SHARED)}.", suggest(name, SHARED)
-            )
     shapes = {arm.name: shape(arm.settings()) for arm in arms if arm.is_ours and arm.drafts}
     for name in SHARED:
         values = {arm: found[name] for arm, found in shapes.items()}

@@ -164,7 +164,8 @@ class Bench:
             temperature=cell.temperature, max_new_tokens=cell.max_new_tokens, seed=request.seed, repeat=cell.repeat,
             order=order, num_prompt_tokens=len(cell.task.ids), token_ids=new, num_new_tokens=len(new),
             finish_reason="eos" if new and new[-1] in eos_ids else "length",
-            prefill_ms=told.prefill_ms, num_prefill_tokens=told.num_prefill_tokens, total_ms=round(total_ms, 4), rounds=told.rounds, num_copied=told.num_copied,
+            prefill_ms=told.prefill_ms, num_prefill_tokens=told.num_prefill_tokens, total_ms=round(total_ms, 4),
+            rounds=told.rounds, num_copied=told.num_copied,
             by_depth=told.by_depth, calibration=told.calibration, settings_read_back=told.settings,
             drafted_nothing=told.rounds is not None and not any(each.drafted for each in told.rounds),
             faults=told.faults, costs=told.costs, cpu_load=load,
@@ -259,8 +260,10 @@ def cpu_load() -> float | None:
 
 # -- a folder ---------------------------------------------------------------------------------------------------------
 
-SAME = ("arms", "pipelines", "overrides", "prompts", "prompt_hashes", "settings", "models", "model_specs", "versions", "num_threads",
-        "device", "dtype", "arm_settings")  # fmt: skip
+SAME = (
+    "arms", "pipelines", "overrides", "prompts", "prompt_hashes", "settings", "model_specs", "versions", "num_threads",
+    "device", "dtype", "arm_settings",
+)  # fmt: skip
 """Keys of a manifest in which a run that is gone on with must agree with what was begun."""
 
 
