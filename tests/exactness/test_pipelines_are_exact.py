@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from exactness.toy_block import TableBlockDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
@@ -44,7 +45,12 @@ OPTIONS = st.sampled_from(
 
 
 def toys(target: MarkovTarget, *tables: np.ndarray) -> dict[str, object]:
-    return {"target": target, "middle": TableDrafter(tables[0]), "small": TableDrafter(tables[-1])}
+    return {
+        "target": target,
+        "middle": TableDrafter(tables[0]),
+        "small": TableDrafter(tables[-1]),
+        "dflash": TableBlockDrafter(tables[0]),
+    }
 
 
 def accepted_by_exact(

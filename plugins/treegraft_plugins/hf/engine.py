@@ -23,7 +23,7 @@ _CHUNK = 256  # prompt tokens a forward; bounds what the prompt's logits hold at
 
 def latency_identity(model: PreTrainedModel) -> str:
     """What this model's latencies depend on: weights' shapes, dtype, device, threads, versions."""
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     config = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Block-diffusion drafting: a block of tokens from one pass over the target's own hidden states."""

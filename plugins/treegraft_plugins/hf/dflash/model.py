@@ -1,0 +1,170 @@
+"""The DFlash drafter's network, in the layout of the published checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3MLP,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from treegraft.errors import ModelError
+from treegraft_plugins.hf.cache import SlotCache
+
+ARCHITECTURE = "DFlashDraftModel"
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, [1, T, dim] each."""
+
+
+def default_target_layer_ids(num_layers: int, num_target_layers: int) -> list[int]:
+    """The target's layers that feed a drafter of `num_layers`, where its configuration names none."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return [round(1 + index * step) for index in range(num_layers)]
+
+
+def draft_config(settings: Mapping[str, Any], where: str) -> Qwen3Config:
+    """The configuration that a checkpoint's config.json holds; both spellings of the rotary settings are read.
+
+    Raises:
+        ModelError: it is none of a DFlash drafter, lacks something, or asks for layers that are not served.
+    """
+    allowed = f"Allowed: a checkpoint with architectures: [{ARCHITECTURE}]."
+    if ARCHITECTURE not in (settings.get("architectures") or ()):
+        raise ModelError(where, f"architectures: {settings.get('architectures')}, no DFlash drafter", allowed)
+    own = settings.get("dflash_config") or {}
+    needed = {key: settings.get(key) for key in ("block_size", "num_target_layers", "num_hidden_layers", "hidden_size")}
+    missing = [key for key, value in {**needed, "dflash_config.mask_token_id": own.get("mask_token_id")}.items()
+               if value is None]  # fmt: skip
+    if missing:
+        raise ModelError(where, f"config.json without {', '.join(missing)}", allowed)
+    config = Qwen3Config.from_dict({**settings, "model_type": Qwen3Config.model_type})
+    if set(config.layer_types) != {"full_attention"}:
+        raise ModelError(where, f"layer types {sorted(set(config.layer_types))}", "Served: full attention.")
+    if own.get("target_layer_ids") is None:
+        own = {**own, "target_layer_ids": default_target_layer_ids(config.num_hidden_layers, config.num_target_layers)}
+    config.dflash_config = dict(own)
+    return config
+
+
+def _rotated(states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    return states * cos + rotate_half(states) * sin
+
+
+class DFlashAttention(Qwen3Attention):
+    """Attention from the block to [context ; block], without a causal order inside the block."""
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        features: torch.Tensor,
+        rotations: tuple[Rotation, Rotation],
+        mask: torch.Tensor | None,
+        cache: SlotCache | None,
+    ) -> torch.Tensor:
+        def heads(states: torch.Tensor) -> torch.Tensor:
+            return states.unflatten(-1, (-1, self.head_dim))
+
+        of_block, of_features = rotations
+        both = torch.cat([features, block], dim=1)
+        rotation = tuple(torch.cat(parts, dim=1) for parts in zip(of_features, of_block, strict=True))
+        queries = _rotated(self.q_norm(heads(self.q_proj(block))).transpose(1, 2), of_block)
+        keys = _rotated(self.k_norm(heads(self.k_proj(both))).transpose(1, 2), rotation)
+        values = heads(self.v_proj(both)).transpose(1, 2)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attended = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class DFlashLayer(nn.Module):
+    """One layer: the block attends to [context ; block], then a feed-forward; the features are not updated."""
+
+    def __init__(self, config: Qwen3Config, index: int):
+        super().__init__()
+        self.self_attn = DFlashAttention(config, index)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block: torch.Tensor, *context: Any) -> torch.Tensor:
+        block = block + self.self_attn(self.input_layernorm(block), *context)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class DFlashDraftModel(Qwen3PreTrainedModel):
+    """A small stack of layers that fills a block of masked tokens at once; embedding and head are the target's.
+
+    Args:
+        config: with `block_size`, `num_target_layers` and `dflash_config: {mask_token_id, target_layer_ids}`.
+
+    Source: DFlash (z-lab), the published checkpoints' layout.
+    """
+
+    base_model_prefix = ""
+    _no_split_modules = ("DFlashLayer",)
+
+    def __init__(self, config: Qwen3Config):
+        super().__init__(config)
+        self.layers = nn.ModuleList(DFlashLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(len(self.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.post_init()
+
+    @property
+    def target_layer_ids(self) -> Sequence[int]:
+        """The target's layers whose outputs are the features."""
+        ids: list[int] = self.config.dflash_config["target_layer_ids"]
+        return ids
+
+    @property
+    def mask_token_id(self) -> int:
+        """The token that stands at the places to fill."""
+        token: int = self.config.dflash_config["mask_token_id"]
+        return token
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block: the anchor and those to fill."""
+        size: int = self.config.block_size
+        return size
+
+    def forward(
+        self,
+        block: torch.Tensor,
+        block_positions: torch.Tensor,
+        features: torch.Tensor,
+        feature_positions: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cache: SlotCache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [B, Q, h] of the block, for the target's head: each row predicts the token at its own place.
+
+        Args:
+            block: [B, Q, h], the target's embeddings of the anchor and the mask tokens.
+            block_positions: [B, Q], absolute.
+            features: [B, S, layers, h], the target's hidden states of S context tokens.
+            feature_positions: [B, S], absolute.
+            mask: bool [B or 1, 1, Q, S + Q], which of [features ; block] each query sees; None for all of them.
+            cache: holds the keys and values of earlier context; those of features and block are added behind.
+        """
+        context = self.hidden_norm(self.fc(features.flatten(2)))
+        rotations = (self.rotary_emb(block, block_positions), self.rotary_emb(block, feature_positions))
+        for layer in self.layers:
+            block = layer(block, context, rotations, mask, cache)
+        return self.norm(block)

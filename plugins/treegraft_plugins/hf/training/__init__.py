@@ -1,0 +1,1 @@
+"""Training of drafters that read the target's hidden states: the text, the loop, the held-out measure."""
