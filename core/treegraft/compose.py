@@ -450,7 +450,8 @@ class _Resolver:
         if target is None or (target.given is None and target.model not in self.models):
             return  # reported elsewhere
         found = target.given if target.given is not None else self.models[target.model or ""]
-        path = found.path if isinstance(found, ModelSpec) else f"a {type(found).__name__} object"
+        path = found.path if isinstance(found, ModelSpec | TargetModel) else ""
+        path = path or f"a {type(found).__name__} object"
         if path != DEMO_TARGET:
             self.faults.add(
                 f"{part.where}.model", f"{model.path}, which was made for {DEMO_TARGET}, and the target is {path}.",

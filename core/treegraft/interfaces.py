@@ -383,6 +383,8 @@ class TargetModel(ABC):
     """The model's tokenizer (transformers' protocol), or None."""
     model_name: str = ""
     """What its model is called, as `ModelSpec.name` calls it; what fitted weights are matched by."""
+    path: str = ""
+    """What it was loaded from, as a registry file names it, or empty."""
     identity: str = ""
     """What its latencies depend on (model, dtype, device, versions); empty keeps measurements out of the disk cache."""
     lossless_note: str | None = None

@@ -4,7 +4,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -297,29 +298,49 @@ class Pipeline:
             seed: what the Generation reports.
             before_prefill: called once nobody else can be using the target.
         """
+        begin = time.perf_counter()
+        faults: list[dict[str, str]] = []
+        with self.request(sampler, faults, before_prefill) as request:
+            prefill_ms = (time.perf_counter() - begin) * 1e3
+            totals = _Totals()
+            while sampler.stop_reason is None:
+                record = decode_round(self.parts, request)
+                totals.add(record)
+                if self.on_round is not None:
+                    self.on_round(record)
+                yield record
+        return self._generation(sampler, totals, faults, seed, prefill_ms, begin)
+
+    @contextmanager
+    def request(
+        self,
+        sampler: TokenSampler,
+        faults: list[dict[str, str]],
+        before_prefill: Callable[[], None] | None = None,
+    ) -> Iterator[Request]:
+        """A prepared request under way: the target has taken the prompt in, the drafters have started.
+
+        Args:
+            sampler: the request.
+            faults: takes {"source", "error"} of each drafter that fails.
+            before_prefill: called once nobody else can be using the target.
+
+        Raises:
+            PipelineBusyError: another one is under way.
+        """
         if not self._busy.acquire(blocking=False):
             raise PipelineBusyError(
                 f"pipelines.{self.name}", "a second request while one is still under way",
                 "A pipeline serves one request at a time.", "Finish or close the first, or clone the pipeline.",
             )  # fmt: skip
         try:
-            begin = time.perf_counter()
-            faults: list[dict[str, str]] = []
             if before_prefill is not None:
                 before_prefill()
             request = self._begin(sampler, faults)
-            prefill_ms = (time.perf_counter() - begin) * 1e3
-            totals = _Totals()
             try:
-                while sampler.stop_reason is None:
-                    record = decode_round(self.parts, request)
-                    totals.add(record)
-                    if self.on_round is not None:
-                        self.on_round(record)
-                    yield record
+                yield request
             finally:
                 self._stop_drafters(request)
-            return self._generation(sampler, totals, faults, seed, prefill_ms, begin)
         finally:
             self.target.reset()
             self.costs.save()

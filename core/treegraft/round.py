@@ -88,7 +88,7 @@ class Parts:
 def decode_round(parts: Parts, request: Request) -> RoundRecord:
     """Draft a tree below the last committed token, verify it, and commit what the target accepts."""
     sampler, laps = request.sampler, Laps()
-    state = grow_tree(parts, request, _opening_state(parts, request), laps)
+    state = grow_tree(parts, request, opening_state(parts, request), laps)
 
     budget = parts.budget.verify_nodes(state, state.tree) if len(state.tree) > 1 else 0
     laps.lap("schedule")
@@ -191,7 +191,8 @@ def _draft_step(
     return StepRecord(source.name, state.tree, grown, asked.positions, expansion, rescored, num_rows, own_ms)
 
 
-def _opening_state(parts: Parts, request: Request) -> RoundState:
+def opening_state(parts: Parts, request: Request) -> RoundState:
+    """The state that a round begins in."""
     tokens = request.sampler.tokens
     remaining = request.sampler.max_tokens - request.sampler.num_emitted
     return RoundState(

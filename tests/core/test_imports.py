@@ -14,7 +14,7 @@ CORE, PLUGINS = ROOT / "core" / "treegraft", ROOT / "plugins" / "treegraft_plugi
 LEVELS = (
     ("errors",), ("tree",), ("mask", "sampling", "statistics"), ("interfaces",), ("verify",), ("learn",), ("round",),
     ("pipeline", "audit"), ("hookspecs",), ("plugins",), ("registry",), ("schema",), ("compose",),
-    ("front_door",), ("bench",), ("cli",),
+    ("front_door",), ("replay",), ("bench",), ("cli",),
 )  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 FREE = {"testing", "__init__"}  # may import every level but the last
@@ -82,7 +82,7 @@ def test_imports_in_core_run_one_way():
         if not each.module.startswith("treegraft."):
             continue
         importer, imported = core_module(each.file), each.module.split(".")[1]
-        within_folder = importer == imported and importer in ("bench", "cli", "testing")
+        within_folder = importer == imported and importer in ("bench", "cli", "replay", "testing")
         limit = LEVEL["cli"] if importer in FREE else LEVEL[importer]
         if not within_folder and (imported not in LEVEL or LEVEL[imported] >= limit):
             wrong.append(str(each))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from treegraft.errors import RequestError
-from treegraft.interfaces import Observation, TargetModel, Wants
+from treegraft.interfaces import ModelSpec, Observation, TargetModel, Wants
 from treegraft.mask import ancestor_mask, positions
 from treegraft.sampling import SamplingOptions, SamplingRules, Scores
 from treegraft.tree import DraftTree, Ints
@@ -35,6 +35,7 @@ class HFCausalLMTarget(TargetModel):
 
     def __init__(self, model: Loadable, self_check: bool = True):
         self.model, self.tokenizer = load_causal_lm(model)
+        self.path = model.path if isinstance(model, ModelSpec) else ""
         refuse_unserved(self.model)
         self._engine = TreeEngine(self.model)
         self._hidden_layers: tuple[int, ...] = ()
