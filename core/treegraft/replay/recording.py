@@ -164,7 +164,7 @@ class ReplayTarget(TargetModel):
     def __init__(self, target: TargetModel):
         self._target = target
         self.vocab_size, self.max_length = target.vocab_size, target.max_length
-        self.tokenizer, self.lossless_note = target.tokenizer, target.lossless_note
+        self.tokenizer, self.lossless_note, self.model_name = target.tokenizer, target.lossless_note, target.model_name
         self.path = target.path  # so that drafters made for that model are known to fit
         self.recording: Recording | None = None
         self._num_committed = 0

@@ -1,0 +1,30 @@
+"""`treegraft fit`: what makes fitted parts; one small module a subcommand, imported when it is asked for."""
+
+from importlib import import_module
+
+import click
+
+from treegraft.cli import with_debug
+
+COMMANDS = {
+    "collect": "treegraft.cli.fit_collect",
+    "scheduler": "treegraft.cli.fit_scheduler",
+}
+
+
+class _Fits(click.Group):
+    """Subcommands by name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        return with_debug(command)
+
+
+@click.group(cls=_Fits)
+def fit() -> None:
+    """Fit the parts of a pipeline that are learnt offline."""

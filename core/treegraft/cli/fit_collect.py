@@ -1,0 +1,149 @@
+"""`treegraft fit collect`: plain continuations, replayed under all schedules."""
+
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import attrs
+import click
+
+from treegraft.bench.prompts import Prompt, read_prompts
+from treegraft.bench.records import require_packages
+from treegraft.cli.bench import _Listed as Listed
+from treegraft.cli.bench import token_ids
+from treegraft.cli.embedded import spare_threads
+from treegraft.cli.options import plugins_from_here, registry_options
+from treegraft.cli.progress import progress
+from treegraft.cli.quiet import quiet
+from treegraft.cli.run import with_defaults
+from treegraft.compose import ResolvedPipeline, build, resolve
+from treegraft.errors import RequestError
+from treegraft.pipeline import Pipeline
+from treegraft.replay.recording import ReplayTarget
+
+DATASETS = ("category", "file", "id")
+REPLAYED = ("calibration=off", "costs={use: fixed}")
+"""What makes a round a function of its prefix."""
+
+
+@click.command()
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
+@click.option(
+    "--prompts", type=Listed(Path, "a list of files"), required=True, metavar="FILE[,FILE...]",
+    help="JSON lines with id, category and turns, or Spec-Bench's own.",
+)  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="The collection's folder.")
+@click.option(
+    "--pipeline", default="treegraft", show_default=True, help="Its two sources, their selectors and grafts are used."
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a continuation.")
+@click.option(
+    "--temperature", type=Listed(float, "a list of numbers"), default="0,0.8", show_default=True, metavar="T[,T...]",
+    help="Every prompt is continued at each.",
+)  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Tokens from one replayed prefix to the next.",
+)
+@click.option(
+    "--dataset", type=click.Choice(DATASETS), default="category", show_default=True,
+    help="What groups rounds into reports, which folds never split: a prompt's category, its file, or its id up to "
+    "the first / or :.",
+)  # fmt: skip
+@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file.")
+@click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
+@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
+@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
+@registry_options
+def collect(
+    overrides: Sequence[str],
+    prompts: Sequence[Path],
+    out: Path,
+    pipeline: str,
+    max_new_tokens: int,
+    temperature: Sequence[float],
+    seed: int,
+    every: int,
+    dataset: str,
+    chat: bool,
+    limit: int | None,
+    per_task: int | None,
+    dtype: str | None,
+    device: str | None,
+    registry: Path | None,
+    modules: Sequence[str],
+) -> None:
+    """Decode prompts plainly and replay them under all 2^D schedules: what `fit scheduler` learns from.
+
+    One Parquet file for each prompt and temperature is written to DIR; what is there is not made again, so the same
+    command goes on with an interrupted collection. The cost table measured at the start goes into DIR/manifest.json.
+    """
+    require_packages()
+    from treegraft_plugins.schedulers.distilled import collect as parts
+    from treegraft_plugins.schedulers.distilled.fit import Setup
+    from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
+
+    chosen = [prompt for path in prompts for prompt in read_prompts(path, limit, per_task)]
+    plugins = plugins_from_here(modules)
+    resolved = with_defaults(resolve(pipeline, overrides, registry=registry, plugins=plugins), dtype, device)
+    with quiet(), progress() as report:
+        spare_threads(resolved.models)
+        report("loading models", 0, 1)
+        live = build(resolved)
+        replayed = build(
+            _replaying(resolve(pipeline, [*overrides, *REPLAYED], registry=registry, plugins=plugins), live)
+        )
+        small, middle = _small_and_middle(live)
+        texts = [
+            parts.Text(
+                prompt.id, _dataset(prompt, dataset), prompt.category, tuple(token_ids(live.target, prompt, chat))
+            )
+            for prompt in chosen
+        ]
+        manifest = parts.Manifest(
+            target=live.target.model_name,
+            middle=next(source for source in live.sources if source.name == middle).drafter.model_name,
+            vocab_size=live.target.vocab_size,
+            setup=Setup(
+                small, middle, next(source.width for source in live.sources if source.name == middle),
+                live.parts.budget.max_verify_nodes,
+            ),
+            steps=live.parts.steps,
+            max_new_tokens=max_new_tokens,
+            every=every,
+            temperatures=tuple(temperature),
+            seed=seed,
+            signals=tuple(CANDIDATES),
+            prompts=parts.prompts_hash(texts),
+            costs=live.costs.table(),
+            versions={name: metadata.version(name) for name in ("treegraft", "torch", "transformers")},
+        )  # fmt: skip
+        parts.collect(live, replayed, texts, manifest, out, report)
+    click.echo(f"{out}: {len(texts) * len(manifest.temperatures)} continuations of {manifest.pair}", err=True)
+
+
+def _replaying(resolved: ResolvedPipeline, live: Pipeline) -> ResolvedPipeline:
+    """The pipeline with a target that replays what `live`'s has decoded."""
+    given = attrs.evolve(resolved.parts["target"], given=ReplayTarget(live.target))
+    return attrs.evolve(resolved, parts=resolved.parts | {"target": given})
+
+
+def _small_and_middle(pipeline: Pipeline) -> tuple[str, str]:
+    ranked = sorted(pipeline.sources, key=lambda source: source.rank)
+    if len(ranked) != 2 or ranked[0].rank == ranked[1].rank:
+        raise RequestError(
+            f"--pipeline {pipeline.name}", f"{len(ranked)} sources of ranks {[source.rank for source in ranked]}",
+            "Allowed: a pipeline of two sources, the middle's rank above the small one's.",
+        )  # fmt: skip
+    return ranked[0].name, ranked[1].name
+
+
+def _dataset(prompt: Prompt, by: str) -> str:
+    if by == "file":
+        return Path(prompt.file).stem
+    return prompt.task if by == "category" else prompt.id.replace(":", "/").partition("/")[0].removesuffix(".py")

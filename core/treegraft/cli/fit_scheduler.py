@@ -1,0 +1,82 @@
+"""`treegraft fit scheduler`: weights for the scheduler `distilled`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import click
+import torch
+
+from treegraft.bench.records import require_packages
+from treegraft.cli.bench import _Listed as Listed
+from treegraft.cli.progress import progress
+from treegraft.errors import RequestError, suggest
+
+
+@click.command()
+@click.argument(
+    "folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path, exists=True, file_okay=False)
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The weights (safetensors)."
+)
+@click.option(
+    "--report", type=click.Path(path_type=Path), metavar="DIR", help="The report's folder.  [default: beside FILE]"
+)
+@click.option("--num-signals", type=click.IntRange(min=1), default=6, show_default=True, help="Tree signals to select.")
+@click.option(
+    "--signals", type=Listed(str, "a list of names"), default=(), metavar="NAME[,NAME...]",
+    help="Read these and select nothing.",
+)  # fmt: skip
+@click.option("--folds", type=click.IntRange(min=2), default=5, show_default=True, help="A report is never split.")
+@click.option(
+    "--exclude", type=Listed(str, "a list of names"), default=(), metavar="CATEGORY[,...]",
+    help="Keep these categories out of the fit.",
+)  # fmt: skip
+@click.option(
+    "--resamples", type=click.IntRange(min=2), default=12, show_default=True, help="Cost tables to fit under."
+)
+@click.option("--training-steps", type=click.IntRange(min=1), default=2500, show_default=True, help="Of each network.")
+@click.option("--keep-value", is_flag=True, help="Keep the value system in FILE, for `mode: value`.")
+@click.option("--ablation", metavar="TEXT", help="Say what is left out; `weights: auto` passes such weights by.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+def scheduler(
+    folders: Sequence[Path],
+    out: Path,
+    report: Path | None,
+    num_signals: int,
+    signals: Sequence[str],
+    folds: int,
+    exclude: Sequence[str],
+    resamples: int,
+    training_steps: int,
+    keep_value: bool,
+    ablation: str | None,
+    seed: int,
+) -> None:
+    """Fit weights for the scheduler `distilled` to the rounds in DIR..., and report what they are worth."""
+    require_packages()
+    from treegraft_plugins.schedulers.distilled.offline import Options, fit_scheduler
+    from treegraft_plugins.schedulers.distilled.report import write_report
+    from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
+
+    unknown = [name for name in signals if name not in CANDIDATES]
+    if unknown:
+        raise RequestError(
+            "--signals", f"{unknown[0]!r}", f"Allowed: {', '.join(CANDIDATES)}.", suggest(unknown[0], list(CANDIDATES))
+        )
+    if out.suffix != ".safetensors":
+        raise RequestError("--out", str(out), "Allowed: a file name that ends in .safetensors.")
+    options = Options(
+        signals=tuple(signals), num_signals=num_signals, folds=folds, resamples=resamples, exclude=tuple(exclude),
+        training_steps=training_steps, ablation=ablation, seed=seed,
+    )  # fmt: skip
+    torch.set_num_threads(1)  # networks so small lose by sharing
+    beside = report or out.with_name(f"{out.stem}-report")
+    with progress() as say:
+        fitted = fit_scheduler(folders, options, beside, say)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    (fitted.weights if keep_value else attrs.evolve(fitted.weights, value=None)).save(out)
+    path = write_report(fitted, beside)
+    click.echo(path.read_text())
+    click.echo(f"weights: {out}; report: {path}", err=True)

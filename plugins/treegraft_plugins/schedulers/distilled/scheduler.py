@@ -1,0 +1,185 @@
+"""The scheduler that a value system was distilled into."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import attrs
+import numpy as np
+
+from treegraft.errors import ComposeError
+from treegraft.interfaces import RoundState, Scheduler, Setting
+from treegraft_plugins.options import one_of, switch
+from treegraft_plugins.schedulers.distilled.signals import progress, runtime, tree_signals
+from treegraft_plugins.schedulers.distilled.weights import SHIPPED, Header, Weights, read_header, read_weights
+from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
+
+AUTO = "auto"
+
+
+@attrs.define(eq=False)
+class DistilledScheduler(Scheduler):
+    """Calls the middle where a fitted predictor expects more tokens per ms from that than from the small source.
+
+    The predictor reads the runtime (prompt length, what the models cost), the round's progress and a few signals of
+    the tree; `treegraft fit scheduler` makes its weights. The source of the highest rank is the middle and the other
+    one the small: it schedules pipelines of two sources.
+
+    Args:
+        weights: "auto" takes shipped weights that fit the pipeline's models, D, W, B and cost ratio, else the scheduler
+            `gain_over_cost`, and says which and why; a name of shipped weights, or a file made by `fit scheduler`, is
+            refused where it does not fit.
+        mode: "predictor"; "value" searches the value system at every decision, an ablation which is slower and
+            needs weights that kept it.
+        max_calls: True caps the middle's calls of a round at t_target / t_middle, rounded down.
+
+    Source: TreeGraft, section 4 and appendices B and C.2.
+    """
+
+    signals: ClassVar[tuple[str, ...]] = ("gain",)  # the fallback's, whose turn may come at any time
+
+    weights: str = attrs.field(default=AUTO, validator=attrs.validators.instance_of(str))
+    mode: str = attrs.field(default="predictor", validator=one_of("predictor", "value"))
+    max_calls: bool = attrs.field(default=False, validator=switch)
+    _fitted: Weights | None = attrs.field(init=False, default=None)
+    _why_not: str | None = attrs.field(init=False, default=None)
+    _fallback: GainOverCostScheduler = attrs.field(init=False, factory=GainOverCostScheduler)
+    _name: str = attrs.field(init=False, default="")
+    _small: str = attrs.field(init=False, default="")
+    _middle: str = attrs.field(init=False, default="")
+    _is_warned: bool = attrs.field(init=False, default=False)
+
+    # -- before the first request -------------------------------------------------------------------------------------
+
+    def bind(self, setting: Setting) -> None:
+        path, self._why_not = choose(self.weights, setting)
+        if path is None:
+            return
+        self._small, self._middle = by_rank(setting)
+        fitted = read_weights(path)
+        if self.mode == "value" and fitted.value is None:
+            raise ComposeError(
+                "scheduler.mode", f"'value', but {path.name} kept no value system", "Allowed here: 'predictor'.",
+                "Fit again with treegraft fit scheduler --keep-value.",
+            )  # fmt: skip
+        self._fitted, self._name = fitted, path.stem
+
+    def note(self) -> str:
+        if self._fitted is None:
+            return f"gain_over_cost, because {self._why_not}"
+        low, high = self._fitted.header.ratios
+        return f"weights {self._name}; gain_over_cost where t_target / t_middle is not within {low:g} to {high:g}"
+
+    # -- online -------------------------------------------------------------------------------------------------------
+
+    def decide(self, state: RoundState) -> str | None:
+        if self._fitted is None or self._middle not in state.sources or self._small not in state.sources:
+            return self._fallback.decide(state)
+        middle, header = state.sources[self._middle], self._fitted.header
+        costs = state.statistics.costs
+        target_ms = float(costs.target_ms(state.limits.verify_nodes + 1, state.position))
+        middle_ms = float(costs.source_ms(self._middle, middle.width))
+        ratio = target_ms / max(middle_ms, 1e-9)
+        if not header.ratios[0] <= ratio <= header.ratios[1]:
+            self._warn(ratio, header)
+            return self._fallback.decide(state)
+        history = [step.source == self._middle for step in state.steps]
+        if self.max_calls and sum(history) >= int(ratio):
+            return self._small
+        inputs = np.array(
+            [
+                *runtime(state.num_prompt_tokens, target_ms, middle_ms),
+                *progress(history, header.steps),
+                *tree_signals(state, middle, header.signals),
+            ]
+        )
+        return self._middle if self._margin(inputs, history) > 0 else self._small
+
+    def _margin(self, inputs: np.ndarray, history: Sequence[bool]) -> float:
+        assert self._fitted is not None
+        if self.mode == "predictor":
+            return float(self._fitted.predictor(inputs))
+        assert self._fitted.value is not None
+        return self._fitted.value.margin(inputs, history)
+
+    def _warn(self, ratio: float, header: Header) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            low, high = header.ratios
+            warnings.warn(
+                f"scheduler distilled: t_target / t_middle is {ratio:.2f}, outside {low:g} to {high:g}, for which its "
+                "weights were fitted; gain_over_cost decides instead",
+                stacklevel=2,
+            )
+
+
+def by_rank(setting: Setting) -> tuple[str, str]:
+    """(small, middle) of two sources."""
+    small, middle = sorted(setting.sources, key=lambda name: setting.sources[name].rank)
+    return small, middle
+
+
+def choose(weights: str, setting: Setting) -> tuple[Path | None, str | None]:
+    """The file of weights to use, or None and why not.
+
+    Args:
+        weights: "auto", a name of shipped weights or a file.
+        setting: the pipeline.
+
+    Raises:
+        ComposeError: named weights that do not fit.
+    """
+    ranks = [source.rank for source in setting.sources.values()]
+    countable = len(ranks) == 2 and len(set(ranks)) == 2
+    problem = None if countable else f"it schedules two sources of different rank, and finds ranks {ranks}"
+    if weights == AUTO:
+        return (None, problem) if problem else _shipped_for(setting)
+    path = SHIPPED / f"{weights}.safetensors"
+    path = path if path.is_file() else Path(weights)
+    try:
+        header = read_header(path)
+    except ValueError as error:
+        raise ComposeError(
+            "scheduler.weights", str(error),
+            f"Allowed: auto, a file made by treegraft fit scheduler, or shipped weights: {', '.join(_shipped())}.",
+        ) from error  # fmt: skip
+    problem = problem or _unfit(header, setting)
+    if problem is not None:
+        raise ComposeError(
+            "scheduler.weights",
+            f"{weights!r}: {problem}",
+            None,
+            "Fit weights for this pipeline, or write weights: auto.",
+        )
+    return path, None
+
+
+def _shipped() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.safetensors"))}
+
+
+def _shipped_for(setting: Setting) -> tuple[Path | None, str | None]:
+    """The shipped weights that were fitted to this pipeline's pair; those of ablations are taken by name only."""
+    pair = (setting.target, setting.sources[by_rank(setting)[1]].model)
+    for name, path in _shipped().items():
+        header = read_header(path)
+        if header.ablation is None and pair in header.pairs:
+            unfit = _unfit(header, setting)
+            return (path, None) if unfit is None else (None, f"weights {name}: {unfit}")
+    return None, f"no weights are shipped for {' + '.join(part or 'a model without a name' for part in pair)}"
+
+
+def _unfit(header: Header, setting: Setting) -> str | None:
+    """Why weights do not suit a pipeline, or None."""
+    found = {
+        "steps (D)": (setting.steps, header.steps),
+        "width (W) of the middle": (setting.sources[by_rank(setting)[1]].width, header.width),
+        "verify_nodes (B)": (setting.verify_nodes, header.max_nodes),
+    }
+    for name, (value, fitted) in found.items():
+        if value is not None and value != fitted:
+            return f"fitted for {name} {fitted}, not {value}"
+    if setting.vocab_size is not None and setting.vocab_size not in header.vocab_sizes:
+        return f"fitted for vocabularies of {header.vocab_sizes} tokens, not {setting.vocab_size}"
+    return None

@@ -1,0 +1,235 @@
+"""Replayed rounds: all 2^D schedules from one committed prefix, as labels that no clock has touched.
+
+A schedule is D decisions, one a step: call the middle, or let the small source draft. As a number it has the first
+decision in its highest bit. The state before step t depends on the first t decisions alone, so that a round has
+2^D - 1 states: state 2^t - 1 + h, where h is the number that those t decisions make.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from treegraft.statistics import CostModel
+from treegraft.tree import Bools, Floats, Ints
+
+BUDGETS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63, 96, 128)
+"""The budgets (non-root nodes) whose expected accepted tokens are recorded, as far as a pipeline's own B goes."""
+MAX_RANKS = 24
+"""Accepted nodes of one tree that are recorded; longer paths are cut."""
+
+
+def num_states(steps: int) -> int:
+    """Decision states of a round."""
+    return 2**steps - 1
+
+
+def schedules(steps: int) -> Bools:
+    """bool [2^D, D]: all schedules, in the order of their numbers."""
+    numbers = np.arange(2**steps)
+    return (numbers[:, None] >> np.arange(steps - 1, -1, -1)) & 1 == 1
+
+
+def states_of(steps: int) -> Ints:
+    """int [2^D, D]: the state before each decision of each schedule."""
+    numbers, step = np.arange(2**steps)[:, None], np.arange(steps)
+    return 2**step - 1 + (numbers >> (steps - step))
+
+
+def histories(steps: int) -> list[tuple[bool, ...]]:
+    """By state, the decisions that lead to it."""
+    return [
+        tuple(bool(number >> (step - 1 - i) & 1) for i in range(step))
+        for step in range(steps)
+        for number in range(2**step)
+    ]
+
+
+@attrs.frozen(eq=False)
+class Rounds:
+    """N replayed rounds of one model pair.
+
+    Attributes:
+        steps: D.
+        report: str [N], what a round is grouped by: pair x dataset. Folds never split one.
+        category: str [N], for results by kind of text.
+        temperature: float32 [N], of the continuation.
+        num_prompt_tokens: int [N].
+        context: int [N], committed tokens.
+        signals: float32 [N, 2^D - 1, 15], the candidates before each decision, in the order of `CANDIDATES`.
+        rows: int32 [N, 2^D, D], rows forwarded by each step of each schedule.
+        drafted: bool [N, 2^D, D], whether the step drafted below anything.
+        num_nodes: int32 [N, 2^D], non-root nodes of the finished tree.
+        ranks: int32 [N, 2^D, MAX_RANKS], the ranks by path score (1 is the best node below the root) of the nodes
+            that the reference continuation follows, from the top; 0 beyond the last.
+        expected: float32 [N, 2^D, len(BUDGETS)], expected accepted tokens of the best nodes, by budget.
+    """
+
+    steps: int
+    report: NDArray[np.str_]
+    category: NDArray[np.str_]
+    temperature: NDArray[np.float32]
+    num_prompt_tokens: Ints
+    context: Ints
+    signals: NDArray[np.float32]
+    rows: Ints
+    drafted: Bools
+    num_nodes: Ints
+    ranks: Ints
+    expected: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.report)
+
+    def take(self, index: Ints | Bools) -> "Rounds":
+        """The rounds of `index`."""
+        return attrs.evolve(self, **{name: getattr(self, name)[index] for name in COLUMNS})
+
+    @classmethod
+    def joined(cls, parts: Iterable["Rounds"]) -> "Rounds":
+        """Several sets as one; all of them have the same D."""
+        parts = list(parts)
+        return cls(
+            parts[0].steps, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+        )
+
+    def accepted(self, budget: Ints) -> Ints:
+        """int [N, 2^D]: accepted tokens (without the bonus) where the best `budget` [N, 2^D] nodes are verified."""
+        return ((self.ranks > 0) & (self.ranks <= np.asarray(budget)[..., None])).sum(-1)
+
+    def source_ms(self, costs: CostModel, small: str, middle: str) -> Floats:
+        """Drafting latency (ms) [N, 2^D] under a cost table."""
+        calls = schedules(self.steps)
+        called, skipped = costs.source_ms(middle, self.rows), costs.source_ms(small, self.rows)
+        return np.where(self.drafted, np.where(calls, called, skipped), 0.0).sum(-1)
+
+
+COLUMNS = tuple(field.name for field in attrs.fields(Rounds) if field.name != "steps")
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """What every schedule of every round comes to under one cost table.
+
+    Attributes:
+        emitted: float [N, 2^D], tokens with the bonus.
+        ms: float [N, 2^D], modelled latency of the whole round.
+        target_ms, middle_ms: float [N], the runtime context: a forward of B + 1 rows, a middle step of `width` rows.
+    """
+
+    emitted: Floats
+    ms: Floats
+    target_ms: Floats
+    middle_ms: Floats
+
+    def rate(self, schedule: Ints) -> float:
+        """Emitted tokens per ms where round n follows `schedule[n]`."""
+        rows = np.arange(len(self.emitted))
+        return float(self.emitted[rows, schedule].sum() / self.ms[rows, schedule].sum())
+
+    def fixed_rates(self) -> Floats:
+        """float [2^D]: emitted tokens per ms of every fixed schedule."""
+        return self.emitted.sum(0) / self.ms.sum(0)
+
+    def best_fixed(self) -> int:
+        """The number of the best fixed schedule."""
+        return int(self.fixed_rates().argmax())
+
+    def oracle(self) -> Ints:
+        """int [N]: in hindsight, the schedules that together make the most tokens per ms.
+
+        Dinkelbach: a round's best schedule at rate r maximises emitted - r * ms; r is raised until it stands.
+        """
+        rate = float(self.fixed_rates().max())
+        while True:
+            best = (self.emitted - rate * self.ms).argmax(1)
+            raised = self.rate(best)
+            if raised <= rate * (1 + 1e-12):
+                return best
+            rate = raised
+
+
+def outcome(
+    rounds: Rounds, costs: CostModel, *, small: str, middle: str, width: int, max_nodes: int, adaptive: bool
+) -> Outcome:
+    """Label replayed rounds under a cost table.
+
+    Args:
+        rounds: N of them.
+        costs: latencies (ms).
+        small, middle: names of the sources.
+        width: W of the middle.
+        max_nodes: B.
+        adaptive: the budget is the `gain_over_cost` rule at the better endpoint's rate, instead of all of B.
+    """
+    context = rounds.context
+    target_ms = np.array([costs.target_ms(max_nodes + 1, int(tokens)) for tokens in context], dtype=np.float64)
+    middle_ms = np.full(len(rounds), float(costs.source_ms(middle, width)))
+    drafting = rounds.source_ms(costs, small, middle)
+    full = np.minimum(rounds.num_nodes, max_nodes)
+    budget = full
+    if adaptive:
+        # The rule compares with what the time could earn otherwise: settled by two passes from plain decoding's rate.
+        grid = np.array([nodes for nodes in BUDGETS if nodes <= max_nodes])
+        forward = np.stack([costs.target_ms(grid + 1, int(tokens)) for tokens in context])
+        rate = 1.0 / float(forward[:, 0].mean())
+        for _ in range(3):
+            worth = rounds.expected[..., : len(grid)] - rate * forward[:, None, :]
+            budget = np.minimum(grid[worth.argmax(-1)], full)
+            emitted, ms = _totals(rounds, costs, drafting, budget)
+            ends = (emitted.sum(0) / ms.sum(0))[[0, -1]]
+            rate = max(float(ends.max()), 1.0 / float(forward[:, 0].mean()))
+    emitted, ms = _totals(rounds, costs, drafting, budget)
+    return Outcome(emitted, ms, target_ms, middle_ms)
+
+
+def _totals(rounds: Rounds, costs: CostModel, drafting: Floats, budget: Ints) -> tuple[Floats, Floats]:
+    forward = np.stack(
+        [costs.target_ms(nodes + 1, int(tokens)) for nodes, tokens in zip(budget, rounds.context, strict=True)]
+    )
+    return rounds.accepted(budget) + 1.0, drafting + forward
+
+
+def walk(rounds: Rounds, decide: Any) -> Ints:
+    """int [N]: the schedules that decisions make, round by round and step by step.
+
+    Args:
+        rounds: N of them.
+        decide: of (step t, states [N]) -> bool [N], whether to call the middle.
+    """
+    number = np.zeros(len(rounds), dtype=np.int64)
+    for step in range(rounds.steps):
+        called = decide(step, 2**step - 1 + number)
+        number = 2 * number + np.asarray(called, dtype=np.int64)
+    return number
+
+
+def folds(reports: Sequence[str] | NDArray[np.str_], num_folds: int) -> Ints:
+    """int [N]: a fold for each round; a report is never split, and folds are filled evenly, largest reports first.
+
+    Raises:
+        ValueError: fewer reports than folds.
+    """
+    names, inverse, counts = np.unique(np.asarray(reports), return_inverse=True, return_counts=True)
+    if len(names) < num_folds:
+        raise ValueError(
+            f"{len(names)} reports ({', '.join(names)}) cannot fill {num_folds} folds without splitting one"
+        )
+    fold_of, sizes = np.zeros(len(names), dtype=np.int64), np.zeros(num_folds, dtype=np.int64)
+    for report in np.argsort(-counts, kind="stable"):
+        fold_of[report] = sizes.argmin()
+        sizes[fold_of[report]] += counts[report]
+    return fold_of[inverse]
+
+
+def decisions(steps: int) -> Iterator[tuple[int, bool, tuple[bool, ...], int]]:
+    """Every (state, action, suffix) of a round with the number of the schedule it makes: D * 2^D of them."""
+    for state, history in enumerate(histories(steps)):
+        rest = steps - len(history) - 1
+        for called in (False, True):
+            for suffix in range(2**rest):
+                flags = tuple(bool(suffix >> (rest - 1 - i) & 1) for i in range(rest))
+                bits = (*history, called, *flags)
+                yield state, called, flags, sum(int(bit) << (steps - 1 - i) for i, bit in enumerate(bits))
