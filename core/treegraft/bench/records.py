@@ -64,9 +64,10 @@ class Record:
         token_ids: the new tokens, up to and including EOS, by the counter that all arms share.
         num_new_tokens: their number.
         finish_reason: "eos" or "length".
-        prefill_ms: the arm's own prefill (ms), or None where it cannot tell. A transformers arm's ends with its first
-            forward, which brings the first token too.
+        prefill_ms: the arm's own prefill (ms), or None where it cannot tell.
         total_ms: prompt ids in, new ids out, by the clock that all arms share (ms).
+        num_prefill_tokens: new tokens that the prefill brought: a transformers arm's ends with its first forward, and
+            that brings the first token.
         rounds: in order, or None where the arm cannot tell.
         num_copied: accepted tokens that a drafter without a network proposed first, or None.
         by_depth: for depth 1, 2, ...: [rounds in which the verified tree had a child at that depth below the emitted
@@ -98,6 +99,7 @@ class Record:
     finish_reason: str
     prefill_ms: float | None
     total_ms: float
+    num_prefill_tokens: int = 0
     rounds: list[Round] | None = None
     num_copied: int | None = None
     by_depth: list[list[int]] | None = None
