@@ -206,9 +206,7 @@ class PipelineArm(Arm):
                 value = _read_back(live[path], name)
                 if value is not _UNREADABLE:
                     found[f"{path}.{name}"] = value
-        target = pipeline.target
-        found |= {"lossless": pipeline.lossless, "device": str(target.device), "identity": target.identity}
-        return found
+        return found | {"lossless": pipeline.lossless, "device": str(pipeline.target.device)}
 
     def asked(self) -> dict[str, Any]:
         resolved = self._resolved

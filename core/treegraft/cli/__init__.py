@@ -14,7 +14,7 @@ import click
 
 from treegraft.errors import ComposeError, PluginError, RequestError, TreeGraftError
 
-COMMANDS = ("demo", "run", "audit", "show", "plugins")
+COMMANDS = ("demo", "run", "bench", "audit", "show", "plugins")
 BAD_USE = (ComposeError, RequestError, PluginError)  # a PluginError is about --plugin: others are kept and listed
 
 
@@ -28,6 +28,13 @@ _DEBUG = click.Option(
 )
 
 
+def with_debug(command: click.Command) -> click.Command:
+    """The command with the option that every one has."""
+    if _DEBUG not in command.params:
+        command.params.append(_DEBUG)
+    return command
+
+
 class _Commands(click.Group):
     """Commands by name, each with `--debug`; errors are messages, not tracebacks."""
 
@@ -37,10 +44,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"treegraft.cli.{cmd_name}"), cmd_name)
-        if _DEBUG not in command.params:
-            command.params.append(_DEBUG)
-        return command
+        return with_debug(getattr(import_module(f"treegraft.cli.{cmd_name}"), cmd_name))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

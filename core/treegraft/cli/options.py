@@ -21,20 +21,18 @@ def plugin_option(command: Command) -> Command:
     )(command)
 
 
+def registry_options(command: Command) -> Command:
+    """Adds `--registry FILE --plugin MODULE`."""
+    return click.option(
+        "--registry", type=click.Path(path_type=Path), metavar="FILE",
+        help="Registry file laid over the packaged one.  [default: ./registry.yaml, if there is one]",
+    )(plugin_option(command))  # fmt: skip
+
+
 def pipeline_options(command: Command) -> Command:
     """Adds `PIPELINE [KEY=VALUE ...] --registry FILE --plugin MODULE`, which `resolve_options` reads."""
-    decorators = (
-        click.argument("pipeline"),
-        click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]"),
-        click.option(
-            "--registry", type=click.Path(path_type=Path), metavar="FILE",
-            help="Registry file laid over the packaged one.  [default: ./registry.yaml, if there is one]",
-        ),
-        plugin_option,
-    )  # fmt: skip
-    for decorator in reversed(decorators):
-        command = decorator(command)
-    return command
+    overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
+    return click.argument("pipeline")(overrides(registry_options(command)))
 
 
 def resolve_options(
