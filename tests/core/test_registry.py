@@ -9,7 +9,7 @@ from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
     "plain", "all_small", "all_middle", "opt_tree", "treegraft", "treegraft_fixed", "middle_first", "overwrite",
-    "newest_only", "neural_small",
+    "newest_only", "neural_small", "dflash_chain", "ddtree", "treegraft_dflash",
 )  # fmt: skip
 
 
@@ -23,6 +23,7 @@ def without_the_environments_models():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TREEGRAFT_TARGET", raising=False)
         patch.delenv("TREEGRAFT_MIDDLE", raising=False)
+        patch.delenv("TREEGRAFT_DFLASH", raising=False)
         yield
 
 
@@ -40,7 +41,9 @@ def test_all_parts_come_through_the_entry_point(resolved):
 def test_all_but_plain_share_width_branching_steps_budget_and_costs(resolved):
     for name in PIPELINES[1:]:
         pipeline = resolved[name]
-        assert {(source.width, source.branching) for source in pipeline.sources.values()} == {(10, 10)}
+        assert {(source.width, source.branching) for key, source in pipeline.sources.items() if key != "dflash"} <= {
+            (10, 10)
+        }
         assert pipeline.config["steps"] == 5
         assert pipeline.config["budget"] == {"use": "gain_over_cost", "verify_nodes": 63}
         assert pipeline.config["costs"] == {"use": "measured"}
@@ -101,3 +104,13 @@ def test_models_follow_the_environment(monkeypatch):
 
 def test_the_file_opens_with_the_command_that_runs_it():
     assert packaged_registry().read_text().startswith('# treegraft run treegraft --prompt "def main():"\n')
+
+
+def test_one_pass_drafters_draft_once_a_round_at_the_root(resolved):
+    chain, tree, shared = (resolved[name] for name in ("dflash_chain", "ddtree", "treegraft_dflash"))
+    assert parts(chain)["scheduler"] == parts(tree)["scheduler"] == ("fixed", {"pattern": ["dflash", None]})
+    assert [each.sources["dflash"].branching for each in (chain, tree, shared)] == [1, 32, 32]
+    assert parts(shared)["sources.dflash.draft"] == parts(tree)["sources.dflash.draft"]
+    assert parts(shared)["scheduler"][1]["pattern"].count("dflash") == 1
+    for path, part in parts(resolved["treegraft"]).items():
+        assert path == "scheduler" or parts(shared)[path] == part
