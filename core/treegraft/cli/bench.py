@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from treegraft.bench.records import require_packages
 from treegraft.bench.run import Bench, Plan, Task, check_same, earlier_manifest, run
 from treegraft.cli import with_debug
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import plugins_from_here, registry_options
+from treegraft.cli.options import Listed, plugins_from_here, registry_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import chat_prompt, with_defaults
@@ -49,38 +49,16 @@ class _Bench(click.Command):
         return context
 
 
-class _Listed(click.ParamType):  # type: ignore[type-arg]
-    """Values between commas, each of which another type reads, none twice."""
-
-    name = "list"
-
-    def __init__(self, of: Callable[[str], Any], allowed: str):
-        self._of, self._allowed = of, allowed
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            values = tuple(self._of(part.strip()) for part in value.split(",") if part.strip())
-        except ValueError:
-            values = ()
-        if not values:
-            self.fail(f"{value!r} is not {self._allowed}.", param, ctx)
-        if len(set(values)) < len(values):
-            self.fail(f"{value!r} names something twice.", param, ctx)
-        return values
-
-
 @click.command(
     cls=_Bench, epilog="treegraft bench report DIR... compares runs; treegraft bench costs measures latencies."
 )
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
 @click.option(
-    "--arms", type=_Listed(str, "a list of names"), default="plain,all_small,all_middle,treegraft", show_default=True,
+    "--arms", type=Listed(str, "a list of names"), default="plain,all_small,all_middle,treegraft", show_default=True,
     metavar="NAME[,NAME...]", help=f"Pipelines of the registry, and of transformers: {', '.join(RIVALS)}.",
 )  # fmt: skip
 @click.option(
-    "--prompts", type=_Listed(Path, "a list of files"), required=True, metavar="FILE[,FILE...]",
+    "--prompts", type=Listed(Path, "a list of files"), required=True, metavar="FILE[,FILE...]",
     help="JSON lines with id, category and turns, or Spec-Bench's own.",
 )  # fmt: skip
 @click.option(
@@ -91,11 +69,11 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]
     help="The run's folder; a new one, or one that was interrupted.",
 )
 @click.option(
-    "--max-new-tokens", type=_Listed(int, "a list of whole numbers"), default="128", show_default=True,
+    "--max-new-tokens", type=Listed(int, "a list of whole numbers"), default="128", show_default=True,
     metavar="N[,N...]", help="Most tokens to emit; lengths and temperatures are crossed.",
 )  # fmt: skip
 @click.option(
-    "--temperature", type=_Listed(float, "a list of numbers"), default="0", show_default=True, metavar="T[,T...]",
+    "--temperature", type=Listed(float, "a list of numbers"), default="0", show_default=True, metavar="T[,T...]",
     help="0 takes the most probable token.",
 )  # fmt: skip
 @click.option(
@@ -116,7 +94,7 @@ class _Listed(click.ParamType):  # type: ignore[type-arg]
     help="Of those, so many of each task; MT-Bench's eight categories are one.",
 )
 @click.option(
-    "--vary", type=_Listed(str, "a list of names"), default=(), metavar="NAME[,NAME...]",
+    "--vary", type=Listed(str, "a list of names"), default=(), metavar="NAME[,NAME...]",
     help=f"What arms may differ in, of {', '.join(SHARED)}; without it they must not.",
 )  # fmt: skip
 @click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")

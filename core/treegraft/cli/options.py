@@ -14,6 +14,28 @@ from treegraft.plugins import Plugins, load_plugins
 Command = Callable[..., Any]
 
 
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """Values between commas, each of which another type reads, none twice."""
+
+    name = "list"
+
+    def __init__(self, of: Callable[[str], Any], allowed: str):
+        self._of, self._allowed = of, allowed
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            values = tuple(self._of(part.strip()) for part in value.split(",") if part.strip())
+        except ValueError:
+            values = ()
+        if not values:
+            self.fail(f"{value!r} is not {self._allowed}.", param, ctx)
+        if len(set(values)) < len(values):
+            self.fail(f"{value!r} names something twice.", param, ctx)
+        return values
+
+
 def plugin_option(command: Command) -> Command:
     """Adds `--plugin MODULE`, which may be repeated."""
     return click.option(
