@@ -9,6 +9,7 @@ def treegraft_register(register: Register) -> None:
     from treegraft.verify import MatchVerifier
     from treegraft_plugins import budgets, costs, graft_policies, pruners, selectors
     from treegraft_plugins.drafters.ngram import NGramDrafter
+    from treegraft_plugins.hf.csd import CascadeDrafter
     from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
     from treegraft_plugins.hf.drafter import HFCausalLMDrafter
     from treegraft_plugins.hf.target import HFCausalLMTarget
@@ -19,6 +20,7 @@ def treegraft_register(register: Register) -> None:
     register("hf_causal_lm", HFCausalLMTarget)
     register("hf_causal_lm", HFCausalLMDrafter)
     register("dflash", DFlashDrafter)
+    register("csd", CascadeDrafter)
     register("ngram", NGramDrafter)
     register("newest", selectors.NewestSelector)
     register("unvisited", selectors.UnvisitedSelector)

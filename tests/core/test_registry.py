@@ -8,8 +8,8 @@ from treegraft.plugins import installed_plugins
 from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
-    "plain", "all_small", "all_middle", "opt_tree", "treegraft", "treegraft_fixed", "middle_first", "overwrite",
-    "newest_only", "neural_small", "dflash_chain", "ddtree", "treegraft_dflash",
+    "plain", "all_small", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
+    "overwrite", "newest_only", "neural_small", "dflash_chain", "ddtree", "treegraft_dflash",
 )  # fmt: skip
 
 
@@ -82,6 +82,12 @@ def test_opt_tree_differs_from_all_middle_in_when_it_stops(resolved):
     base, found = parts(resolved["all_middle"]), parts(resolved["opt_tree"])
     changes = {path: part for path, part in found.items() if base[path] != part}
     assert changes == {"scheduler": ("opt_tree", {"pattern": ["middle"], "threshold": 0.2})}
+
+
+def test_csd_drafts_one_chain_a_round(resolved):
+    found = parts(resolved["csd"])
+    assert found["sources.cascade.draft"][0] == "csd"
+    assert found["scheduler"] == ("fixed", {"pattern": ["cascade", None]})
 
 
 def test_models_default_to_the_embedded_pair_and_only_used_ones_count(resolved):
