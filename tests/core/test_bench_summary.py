@@ -432,13 +432,7 @@ def finish_run(folder, records, **manifest):
 @pytest.fixture
 def two_runs(tmp_path, some_records):
     def make(**manifest):
-        folders = [
-            write_run(tmp_path / "first", some_records),
-            write_run(tmp_path / "second", some_records, **manifest),
-        ]
-        for folder in folders:
-            write_summary(folder)
-        return folders
+        return [finish_run(tmp_path / "first", some_records), finish_run(tmp_path / "second", some_records, **manifest)]
 
     return make
 

@@ -10,7 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from treegraft.bench.summary import AGAIN, HF_PLAIN, PARTS, PLAIN
+from treegraft.bench.costs import TARGET, Point
+from treegraft.bench.lineup import AGAIN, PLAIN
+from treegraft.bench.summary import HF_PLAIN, PARTS
 
 # Okabe and Ito's colours, which differ for colour-blind readers and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
@@ -212,3 +214,45 @@ def _draw_reliability(axes: Axes, tables: Rows, looks: dict[str, Look]) -> None:
 
 def _line(axes: Axes, xs: Any, ys: Any, look: Look, label: str) -> None:
     axes.plot(xs, ys, label=label, color=look.color, marker=look.marker, markersize=4, linewidth=1.2)
+
+
+# -- cost curves ------------------------------------------------------------------------------------------------------
+
+
+def write_costs_plot(path: Path, points: Sequence[Point], caption: str) -> None:
+    """Draw latency against rows: the target's rounds on the left, a step of each source on the right."""
+    names = list(dict.fromkeys(point.name for point in points))
+    contexts = sorted({point.context for point in points})
+    sides = [[TARGET], [name for name in names if name != TARGET]]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 4.2), layout="constrained")
+        figure.suptitle("What a round's verification and a drafting step take")
+        panels = figure.subplots(1, 2)
+        for panel, own, title in zip(panels, sides, ("verification (target)", "a step of a source"), strict=True):
+            for number, name in enumerate(own):
+                for shade, context in enumerate(contexts):
+                    _draw_curve(
+                        panel, [point for point in points if (point.name, point.context) == (name, context)],
+                        f"{name}, context {context}", COLOURS[(number if name != TARGET else shade) % len(COLOURS)],
+                        MARKERS[shade % len(MARKERS)],
+                    )  # fmt: skip
+            panel.set_title(title, fontsize=9)
+            panel.set_xlabel("rows forwarded")
+            panel.set_ylabel("latency (ms), median and quartiles")
+            panel.set_ylim(bottom=0)
+            if panel.get_legend_handles_labels()[0]:
+                panel.legend(fontsize=8)
+    _save(figure, path, caption)
+
+
+def _draw_curve(axes: Axes, points: Sequence[Point], label: str, color: str, marker: str) -> None:
+    if not points:
+        return
+    errors = [
+        [point.median_ms - point.low_ms for point in points],
+        [point.high_ms - point.median_ms for point in points],
+    ]
+    axes.errorbar(
+        [point.rows for point in points], [point.median_ms for point in points], yerr=errors, label=label, color=color,
+        marker=marker, markersize=4, linewidth=1.2, elinewidth=1.0, capsize=2,
+    )  # fmt: skip
