@@ -14,6 +14,7 @@ from treegraft.errors import (
     PipelineBusyError,
     PluginError,
     RequestError,
+    SchedulerWarning,
     TreeGraftError,
 )
 from treegraft.front_door import generate
@@ -77,6 +78,7 @@ __all__ = [
     "RoundRecord",
     "RoundState",
     "Scheduler",
+    "SchedulerWarning",
     "Scores",
     "Setting",
     "Source",

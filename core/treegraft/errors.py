@@ -48,6 +48,10 @@ class DrafterWarning(UserWarning):
     """A drafter failed and was left out for the rest of the request; the output is unaffected."""
 
 
+class SchedulerWarning(UserWarning):
+    """A scheduler decides in another way than it was composed to."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str | None:
     """A near-miss suggestion, ready to be appended to an error, or None."""
     match = get_close_matches(name, list(known), n=1)

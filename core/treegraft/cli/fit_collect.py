@@ -9,10 +9,9 @@ import click
 
 from treegraft.bench.prompts import Prompt, read_prompts
 from treegraft.bench.records import require_packages
-from treegraft.cli.bench import _Listed as Listed
 from treegraft.cli.bench import token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import plugins_from_here, registry_options
+from treegraft.cli.options import Listed, plugins_from_here, registry_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import with_defaults

@@ -8,7 +8,7 @@ import click
 import torch
 
 from treegraft.bench.records import require_packages
-from treegraft.cli.bench import _Listed as Listed
+from treegraft.cli.options import Listed
 from treegraft.cli.progress import progress
 from treegraft.errors import RequestError, suggest
 

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 
 import click
 
-from treegraft.errors import DrafterWarning
+from treegraft.errors import DrafterWarning, SchedulerWarning
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep warnings and logs of libraries back; show a DrafterWarning as a line on stderr once the text is out."""
+    """Keep warnings and logs of libraries back; show treegraft's own as a line on stderr once the text is out."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", DrafterWarning)
+        for own in (DrafterWarning, SchedulerWarning):
+            warnings.simplefilter("always", own)
         try:
             yield
         finally:

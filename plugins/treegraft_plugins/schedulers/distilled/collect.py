@@ -109,7 +109,8 @@ class Manifest:
                 continue
             if getattr(there, field.name) != getattr(here, field.name):
                 raise RequestError(
-                    f"{path}: {field.name}", f"{getattr(there, field.name)!r:.99}; now {getattr(here, field.name)!r:.99}",
+                    f"{path}: {field.name}",
+                    f"{getattr(there, field.name)!r:.99}; now {getattr(here, field.name)!r:.99}",
                     "A folder holds one collection.", "Take another --out, or the options it was begun with.",
                 )  # fmt: skip
 

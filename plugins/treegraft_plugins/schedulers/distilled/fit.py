@@ -357,7 +357,7 @@ class Predictor:
         names: the tree signals it reads.
         steps: D.
         normaliser: of the state [4 + 2 + D + S].
-        weights: `w1` [I, H], `b1` [H], `w2` [H, H], `b2` [H], `w3` [H], `b3` [].
+        weights: `w1` [I, H], `b1` [H], `w2` [H, H], `b2` [H], `w3` [H], `b3` [1].
     """
 
     names: tuple[str, ...]
@@ -370,7 +370,7 @@ class Predictor:
         weights = self.weights
         hidden = np.maximum(self.normaliser(state) @ weights["w1"] + weights["b1"], 0.0)
         hidden = np.maximum(hidden @ weights["w2"] + weights["b2"], 0.0)
-        return hidden @ weights["w3"] + weights["b3"]
+        return hidden @ weights["w3"] + weights["b3"][0]
 
 
 def fit_predictors(
@@ -391,7 +391,7 @@ def fit_predictors(
             tuple(names), steps, normaliser,
             {
                 "w1": layers["w1"][k], "b1": layers["b1"][k, 0], "w2": layers["w2"][k], "b2": layers["b2"][k, 0],
-                "w3": layers["w3"][k, :, 0], "b3": layers["b3"][k, 0, 0],
+                "w3": layers["w3"][k, :, 0], "b3": layers["b3"][k, 0],
             },
         )
         for k in range(num_folds + 1)

@@ -135,9 +135,9 @@ def table(found: Sequence[Line]) -> list[str]:
     for line in found:
         calls = line.learned or ", ".join(f"{share:.2f}" for share in line.calls)
         rows.append(
-            f"| {line.report} | {line.costs} | {line.num_rounds} | {line.of_best_fixed:.1%} | {line.over_endpoint:+.1%} "
-            f"| {line.interval[0]:+.1%} to {line.interval[1]:+.1%} | {line.best_over_endpoint:+.1%} "
-            f"| {line.oracle_over_endpoint:+.1%} | {line.best} | {calls} |"
+            f"| {line.report} | {line.costs} | {line.num_rounds} | {line.of_best_fixed:.1%} "
+            f"| {line.over_endpoint:+.1%} | {line.interval[0]:+.1%} to {line.interval[1]:+.1%} "
+            f"| {line.best_over_endpoint:+.1%} | {line.oracle_over_endpoint:+.1%} | {line.best} | {calls} |"
         )
     return rows
 
@@ -185,7 +185,8 @@ def _selection(fitted: Fitted) -> list[str]:
         return []
     rows = [f"| {name or '(none)'} | {error:.4f} |" for name, error in fitted.curve]
     return [
-        "## Selection of signals", "", "Mean normalised out-of-fold error once a signal is added (`selection.png`).", "",
+        "## Selection of signals", "",
+        "Mean normalised out-of-fold error once a signal is added (`selection.png`).", "",
         "| signal | error |", "| --- | --- |", *rows, "",
     ]  # fmt: skip
 

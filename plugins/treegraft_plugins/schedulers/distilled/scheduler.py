@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 import numpy as np
 
-from treegraft.errors import ComposeError
+from treegraft.errors import ComposeError, SchedulerWarning
 from treegraft.interfaces import RoundState, Scheduler, Setting
 from treegraft_plugins.options import one_of, switch
 from treegraft_plugins.schedulers.distilled.signals import progress, runtime, tree_signals
@@ -110,6 +110,7 @@ class DistilledScheduler(Scheduler):
             warnings.warn(
                 f"scheduler distilled: t_target / t_middle is {ratio:.2f}, outside {low:g} to {high:g}, for which its "
                 "weights were fitted; gain_over_cost decides instead",
+                SchedulerWarning,
                 stacklevel=2,
             )
 

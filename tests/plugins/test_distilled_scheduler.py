@@ -1,0 +1,153 @@
+"""The distilled scheduler online: which weights it takes, what it refuses, when it leaves the decision to another."""
+
+import warnings
+
+import attrs
+import numpy as np
+import pytest
+from bare_parts import bare_source, bare_state
+
+from treegraft.errors import ComposeError, SchedulerWarning
+from treegraft.interfaces import Setting, SourceSetting, Statistics
+from treegraft.statistics import AcceptanceStats
+from treegraft_plugins.costs import FixedCosts
+from treegraft_plugins.schedulers.distilled import DistilledScheduler, scheduler
+from treegraft_plugins.schedulers.distilled.fit import Predictor
+from treegraft_plugins.schedulers.distilled.networks import Normaliser
+from treegraft_plugins.schedulers.distilled.weights import Header, Weights
+from treegraft_plugins.selectors import UnvisitedSelector
+
+SIGNALS = ("frontier_depth", "selected_score")
+NUM_INPUTS = 4 + 2 + 5 + len(SIGNALS)
+
+
+def setting(**changes) -> Setting:
+    sources = {"small": SourceSetting("", 10, 10, 0), "middle": SourceSetting("m", 10, 10, 1)}
+    return attrs.evolve(Setting("t", 7, sources, steps=5, verify_nodes=63), **changes)
+
+
+def save(path, margin=1.0, **changes) -> None:
+    """Weights whose predictor says `margin`, whatever it is shown."""
+    header = Header(
+        signals=SIGNALS, steps=5, pairs=(("t", "m"),), vocab_sizes=(7,), ratios=(1.0, 40.0), width=10, max_nodes=63,
+        ablation=None, versions={},
+    )  # fmt: skip
+    flat = {"w1": (NUM_INPUTS, 4), "b1": (4,), "w2": (4, 4), "b2": (4,), "w3": (4,)}
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in flat.items()} | {
+        "b3": np.float32(margin).reshape(())
+    }
+    normaliser = Normaliser(np.zeros(NUM_INPUTS, np.float32), np.ones(NUM_INPUTS, np.float32))
+    Weights(attrs.evolve(header, **changes), Predictor(SIGNALS, 5, normaliser, arrays)).save(path)
+
+
+def state(ratio: float = 4.0, steps: int = 0):
+    """A round's first state, with costs at t_target / t_middle = ratio."""
+    sources = {
+        name: attrs.evolve(bare_source(index), name=name, selector=UnvisitedSelector(), width=10)
+        for index, name in enumerate(("small", "middle"))
+    }
+    costs = FixedCosts(target=ratio, sources={"middle": 1.0, "small": 0.001})
+    return attrs.evolve(bare_state(steps), sources=sources, statistics=Statistics(costs, AcceptanceStats(2)))
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """A folder in the place of what ships."""
+    monkeypatch.setattr(scheduler, "SHIPPED", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("margin", "name"), [(0.1, "middle"), (-0.1, "small")])
+def test_the_sign_of_the_margin_decides(shipped, margin, name):
+    save(shipped / "pair.safetensors", margin)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    assert distilled.decide(state()) == name
+    assert distilled.note() == "weights pair; gain_over_cost where t_target / t_middle is not within 1 to 40"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"target": "other"}, "no weights are shipped for other + m"),
+        ({"steps": 4}, "fitted for steps .D. 5, not 4"),
+        ({"verify_nodes": 20}, "fitted for verify_nodes .B. 63, not 20"),
+        ({"vocab_size": 9}, "fitted for vocabularies of"),
+        ({"sources": {"small": SourceSetting("", 10, 10, 0)}}, "it schedules two sources of different rank"),
+    ],
+)
+def test_auto_falls_back_aloud_and_named_weights_are_refused(shipped, changes, why):
+    save(shipped / "pair.safetensors")
+    other = setting(**changes)
+    auto = DistilledScheduler()
+    auto.bind(other)
+    assert auto.note().startswith("gain_over_cost, because")
+    if "target" in changes:
+        DistilledScheduler("pair").bind(other)  # by name, weights may serve another pair of the same vocabulary
+        return
+    with pytest.raises(ComposeError, match=why):
+        DistilledScheduler(str(shipped / "pair.safetensors")).bind(other)
+
+
+def test_weights_that_are_not_there_are_refused_with_those_that_are(shipped):
+    save(shipped / "pair.safetensors")
+    with pytest.raises(ComposeError, match="or shipped weights: pair"):
+        DistilledScheduler("missing").bind(setting())
+
+
+def test_auto_says_why_no_weights_fit(shipped):
+    save(shipped / "pair.safetensors")
+    auto = DistilledScheduler()
+    auto.bind(setting(steps=4))
+    assert auto.note() == "gain_over_cost, because weights pair: fitted for steps (D) 5, not 4"
+
+
+def test_an_ablation_s_weights_are_taken_by_name_only(shipped):
+    save(shipped / "pair-one_signal.safetensors", ablation="one signal")
+    auto, named = DistilledScheduler(), DistilledScheduler("pair-one_signal")
+    auto.bind(setting())
+    named.bind(setting())
+    assert auto.note().startswith("gain_over_cost, because no weights are shipped for t + m")
+    assert named.note().startswith("weights pair-one_signal;")
+
+
+@pytest.mark.parametrize("ratio", [0.5, 41.0])
+def test_a_cost_ratio_outside_the_fitted_range_warns_once_and_falls_back(shipped, ratio):
+    save(shipped / "pair.safetensors", margin=1.0)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    outside = state(ratio)
+    with pytest.warns(SchedulerWarning, match=f"t_target / t_middle is {ratio:.2f}, outside 1 to 40"):
+        first = distilled.decide(outside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert distilled.decide(outside) == first == distilled._fallback.decide(outside)
+
+
+def test_calls_can_be_capped_at_the_cost_ratio(shipped):
+    save(shipped / "pair.safetensors", margin=1.0)
+    distilled = DistilledScheduler(max_calls=True)
+    distilled.bind(setting())
+    before = state(ratio=2.5)
+    called = attrs.evolve(before, steps=())
+    assert distilled.decide(called) == "middle"
+
+    class Step:
+        source = "middle"
+
+    assert distilled.decide(attrs.evolve(before, steps=(Step(), Step()))) == "small"
+
+
+def test_a_source_that_failed_leaves_the_rest_to_the_fallback(shipped):
+    save(shipped / "pair.safetensors", margin=1.0)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    whole = state()
+    left = attrs.evolve(whole, sources={"small": whole.sources["small"]})
+    assert distilled.decide(left) == distilled._fallback.decide(left)
+
+
+def test_mode_value_needs_weights_that_kept_the_value_system(shipped):
+    save(shipped / "pair.safetensors")
+    with pytest.raises(ComposeError, match="kept no value system"):
+        DistilledScheduler(mode="value").bind(setting())
