@@ -15,7 +15,8 @@ import pytest
 from doc_blocks import EXAMPLE, PAGES, ROOT, Block, blocks, pattern_of
 from transformers import GenerationConfig
 
-from treegraft.cli import COMMANDS, main
+from treegraft.cli import COMMANDS, main, with_debug
+from treegraft.cli.bench import SUBCOMMANDS
 from treegraft.interfaces import ModelSpec
 from treegraft.plugins import installed_plugins, load_plugins
 from treegraft.registry import Registry
@@ -87,13 +88,22 @@ def test_files_of_the_example_are_shown_as_they_are():
 # -- references -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def command_of(name):
+    """`run`, or `bench report`."""
+    if name in COMMANDS:
+        return main.get_command(click.Context(main), name)
+    module, attribute = SUBCOMMANDS[name.removeprefix("bench ")].split(":")
+    return with_debug(getattr(importlib.import_module(module), attribute))
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in SUBCOMMANDS)])
 def test_the_command_line_reference_lists_every_option_and_no_other(name):
     text = (ROOT / "docs" / "cli.md").read_text()
     section = re.search(rf"^## treegraft {name}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert section, f"docs/cli.md has no section on {name}"
-    command = main.get_command(click.Context(main), name)
-    options = {text for parameter in command.params if isinstance(parameter, click.Option) for text in parameter.opts}
+    options = {
+        text for parameter in command_of(name).params if isinstance(parameter, click.Option) for text in parameter.opts
+    }
     assert set(re.findall(r"^\| `(--[\w-]+)`", section[1], re.MULTILINE)) == options
 
 
