@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from treegraft_plugins.hf.dflash.model import ARCHITECTURE, DFlashDraftModel, draft_config
+
 VOCAB_SIZE = 64
 MAX_LENGTH = 256
 WINDOW = 8
@@ -91,3 +93,17 @@ def middle_of(model: PreTrainedModel, noise: float = 0.02, seed: int = 1) -> Pre
                 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             )
     return middle
+
+
+def dflash_of(model: PreTrainedModel, block_size: int = 12, seed: int = 1) -> DFlashDraftModel:
+    """A random block-diffusion drafter that fits `model`: right by chance, now and then, in a wide tree."""
+    config = model.config.get_text_config(decoder=True)
+    settings = {
+        "architectures": [ARCHITECTURE], "block_size": block_size, "num_target_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": config.vocab_size, "initializer_range": 0.3,
+        "max_position_embeddings": MAX_LENGTH, "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]},
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return DFlashDraftModel(draft_config(settings, "a test")).to(model.dtype).eval()

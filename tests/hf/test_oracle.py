@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf.families import FAMILIES, VOCAB_SIZE, WINDOW, middle_of
+from hf.families import FAMILIES, VOCAB_SIZE, WINDOW, dflash_of, middle_of
 from hf.reference import generated
 
 import treegraft
@@ -27,6 +27,7 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
 _rng = np.random.default_rng(0)
 PROMPTS = [_rng.integers(0, VOCAB_SIZE, num_tokens).tolist() for num_tokens in (1, 5, 40)]
 SAMPLED_PROMPT = PROMPTS[1]
+SCALE_THEIR_LOGITS = ("Gemma2ForCausalLM", "CohereForCausalLM")
 
 
 class Pair:
@@ -36,10 +37,22 @@ class Pair:
         self.model = FAMILIES[name]()
         middle = middle_of(self.model)
         # One TargetModel for all pipelines: the self-check of the target runs once.
-        self.models = {"target": HFCausalLMTarget(self.model), "middle": middle, "small": middle}
+        self.models = {
+            "target": HFCausalLMTarget(self.model), "middle": middle, "small": middle, "dflash": dflash_of(self.model)
+        }  # fmt: skip
         self.load = cache(self._load)
 
     def _load(self, pipeline):
+        """The pipeline, or a skipped test where it needs a head that this family does not lend."""
+        try:
+            return self._loaded(pipeline)
+        except treegraft.ModelError as error:
+            if "lends no head" not in str(error):
+                raise
+            assert type(self.model).__name__ in SCALE_THEIR_LOGITS
+            pytest.skip(str(error))
+
+    def _loaded(self, pipeline):
         return treegraft.load(pipeline, *DRAFT_ALWAYS, models=self.models, registry=packaged_registry())
 
     @cached_property
@@ -66,7 +79,8 @@ def test_greedy_output_equals_generate(pair, name):
     accepted = Counter(
         record.pruned.source[row] for result in results for record in result.rounds for row in record.verdict.path
     )
-    assert bool(accepted) == bool(pipeline.sources)
+    if name != "dflash_chain":  # random: a single chain of it is wrong from its first token on
+        assert bool(accepted) == bool(pipeline.sources)
     assert max(len(record.pruned) for result in results for record in result.rounds) > WINDOW * bool(pipeline.sources)
     if name == "treegraft_fixed":  # both grow the tree: tokens are accepted that either of them alone found first
         assert len(accepted) == len(pipeline.sources) == 2

@@ -9,6 +9,8 @@ from treegraft.cli import with_debug
 COMMANDS = {
     "collect": "treegraft.cli.fit_collect",
     "scheduler": "treegraft.cli.fit_scheduler",
+    "dflash": "treegraft.cli.fit_dflash",
+    "heads": "treegraft.cli.fit_heads",
 }
 
 

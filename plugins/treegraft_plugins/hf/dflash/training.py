@@ -1,116 +1,53 @@
-"""Training a DFlash drafter for a target: random anchors over text, the target's own distributions as labels."""
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+"""Training a DFlash drafter: blocks at random anchors of a text, all of a group in one forward."""
 
 import attrs
-import numpy as np
 import torch
-from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Qwen3Config
 
-from treegraft.tree import Ints
+from treegraft.errors import RequestError
 from treegraft_plugins.hf.dflash.model import (
     ARCHITECTURE,
     DFlashDraftModel,
     default_target_layer_ids,
     draft_config,
 )
-from treegraft_plugins.hf.loading import Loadable, load_causal_lm
-from treegraft_plugins.hf.training.corpus import Continuations, Report, TextPlan, prepared
-from treegraft_plugins.hf.training.loop import Schedule, Trainer
-from treegraft_plugins.hf.training.teacher import Lesson, accepted_along, lesson
+from treegraft_plugins.hf.training.course import Fit, Student
+from treegraft_plugins.hf.training.teacher import Lesson
 from treegraft_plugins.options import whole
 
-
-def blocks(model: DFlashDraftModel, target: PreTrainedModel, lesson: Lesson, anchors: torch.Tensor) -> torch.Tensor:
-    """Hidden states [B, A, block_size, h] of blocks anchored at tokens `anchors` [B, A], all in one forward.
-
-    A block sees the features strictly before its anchor and itself, as when it drafts.
-    """
-    size, (num_rows, num_anchors) = model.block_size, anchors.shape
-    tokens = torch.full((num_rows, num_anchors, size), model.mask_token_id, device=anchors.device)
-    tokens[:, :, 0] = lesson.tokens.gather(1, anchors)
-    with torch.no_grad():
-        block = target.get_input_embeddings()(tokens.flatten(1)).float()
-    positions = (anchors[:, :, None] + torch.arange(size, device=anchors.device)).flatten(1)
-    length = lesson.tokens.shape[1]
-    before = torch.arange(length, device=anchors.device)[None, None] < anchors[:, :, None]
-    own = torch.eye(num_anchors, dtype=torch.bool, device=anchors.device)[None].expand(num_rows, -1, -1)
-    mask = torch.cat([before, own.repeat_interleave(size, dim=2)], dim=2).repeat_interleave(size, dim=1)
-    feature_positions = torch.arange(length, device=anchors.device)[None].expand(num_rows, -1)
-    hidden = model(block, positions, lesson.hidden, feature_positions, mask[:, None])
-    return hidden.unflatten(1, (num_anchors, size))
+_FIRST_SCALE = 0.15
 
 
-@attrs.frozen(eq=False)
-class Course:
-    """What a drafter is trained on, and how.
+class DFlashStudent(Student):
+    """Blocks that see the target's hidden states strictly before their anchor, and themselves.
 
-    Attributes:
-        model: the drafter.
-        target: what it drafts for, frozen.
-        text: int [N, T], windows of the corpus.
-        num_windows: B, windows a step.
-        num_anchors: A, blocks a window, in groups that do not see each other.
-        group: anchors a group: a group's attention is quadratic in it.
-        gamma: row k weighs exp(-(k - 1) / gamma).
-        temperature: of the target's distributions.
+    Args:
+        network: the drafter.
     """
 
-    model: DFlashDraftModel
-    target: PreTrainedModel
-    text: Ints
-    num_windows: int = 4
-    num_anchors: int = 128
-    group: int = 16
-    gamma: float = 4.0
-    temperature: float = 1.0
+    def __init__(self, network: DFlashDraftModel):
+        self.network: DFlashDraftModel = network
+        self.hidden_layers = [layer + 1 for layer in network.target_layer_ids]
+        self.num_places = network.block_size - 1
 
-    @property
-    def hidden_layers(self) -> list[int]:
-        """Indices into the target's `hidden_states`."""
-        return [layer + 1 for layer in self.model.target_layer_ids]
-
-    def loss(self, rng: np.random.Generator) -> torch.Tensor:
-        """The weighted divergence from the target's distributions (nats), over random windows and anchors."""
-        size, length = self.model.block_size, self.text.shape[1]
-        rows = self.text[rng.integers(0, len(self.text), self.num_windows)]
-        taught = lesson(self.target, rows, self.hidden_layers, self.temperature)
-        num_groups = self.num_anchors // self.group
-        anchors = torch.from_numpy(rng.integers(1, length - size + 1, (self.num_windows * num_groups, self.group)))
-        anchors = anchors.to(taught.tokens.device)
-        hidden = blocks(self.model, self.target, taught.repeated(num_groups), anchors)[:, :, 1:]
-        drafted = self.target.get_output_embeddings()(hidden.flatten(0, 2)).log_softmax(-1)
-        # Row k fills place anchor + k, which the target's distribution after token anchor + k - 1 decides.
-        ahead = torch.arange(size - 1, device=anchors.device)
-        window = torch.arange(len(anchors), device=anchors.device) // num_groups
-        wanted = taught.log_probs[window[:, None, None], anchors[:, :, None] + ahead].flatten(0, 2)
-        divergence = kl_div(drafted, wanted, log_target=True, reduction="none").sum(-1)
-        weight = torch.exp(-ahead / self.gamma)
-        return (divergence.unflatten(0, (-1, size - 1)) * weight).sum(-1).mean() / weight.sum()
-
-
-@torch.no_grad()
-def chain_accepted(model: DFlashDraftModel, target: PreTrainedModel, text: Continuations, group: int = 16) -> float:
-    """Mean accepted tokens a round of decoding what the target wrote with chains of the drafter."""
-    size, length = model.block_size, text.tokens.shape[1]
-    layers = [layer + 1 for layer in model.target_layer_ids]
-    num_accepted = num_rounds = 0
-    for row, first in zip(text.tokens, text.first, strict=True):
-        taught = lesson(target, row[None], layers, 1.0)
-        anchors = torch.arange(first, length - size + 1, device=taught.tokens.device)
-        padded = torch.cat([anchors, anchors[-1:].repeat(-len(anchors) % group)]).view(-1, group)
-        hidden = blocks(model, target, taught.repeated(len(padded)), padded)[:, :, 1:].flatten(0, 1)[: len(anchors)]
-        drafts = np.zeros((length, size - 1), np.int64)
-        drafts[first : length - size + 1] = target.get_output_embeddings()(hidden).argmax(-1).cpu().numpy()
-        accepted, rounds = accepted_along(drafts, row, first)
-        num_accepted, num_rounds = num_accepted + accepted, num_rounds + rounds
-    return num_accepted / num_rounds
+    def places(self, target: PreTrainedModel, taught: Lesson, anchors: torch.Tensor) -> torch.Tensor:
+        size, device, (num_rows, num_anchors) = self.network.block_size, anchors.device, anchors.shape
+        length = taught.tokens.shape[1]
+        tokens = torch.full((num_rows, num_anchors, size), self.network.mask_token_id, device=device)
+        tokens[:, :, 0] = taught.tokens.gather(1, anchors)
+        with torch.no_grad():
+            block = target.get_input_embeddings()(tokens.flatten(1)).float()
+        positions = (anchors[:, :, None] + torch.arange(size, device=device)).flatten(1)
+        context = torch.arange(length, device=device).expand(num_rows, -1)
+        before = context[:, None] < anchors[:, :, None]
+        own = torch.eye(num_anchors, dtype=torch.bool, device=device).repeat_interleave(size, dim=1)
+        mask = torch.cat([before, own.expand(num_rows, -1, -1)], dim=2).repeat_interleave(size, dim=1)
+        hidden = self.network(block, positions, taught.hidden, context, mask[:, None])
+        return hidden.unflatten(1, (num_anchors, size))[:, :, 1:]
 
 
 @attrs.frozen(kw_only=True)
-class Shape:
+class DFlashShape:
     """The drafter's size.
 
     Args:
@@ -119,6 +56,7 @@ class Shape:
         num_heads, num_key_value_heads, head_dim: of its attention.
         intermediate_size: of its feed-forward.
         target_layer_ids: the target's layers that feed it; None for the published choice.
+        mask_token_id: what stands at the places to fill; None for the tokenizer's mask token, else its padding.
     """
 
     block_size: int = attrs.field(default=8, validator=whole(2))
@@ -128,6 +66,7 @@ class Shape:
     head_dim: int = attrs.field(default=32, validator=whole(2))
     intermediate_size: int = attrs.field(default=384, validator=whole(1))
     target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
 
     def config(self, target: PreTrainedModel, mask_token_id: int) -> Qwen3Config:
         """The configuration of a drafter of this shape for `target`."""
@@ -151,58 +90,26 @@ class Shape:
         return draft_config(settings, "the drafter to train")
 
 
-def fit_dflash(
-    target: Loadable,
-    out: Path,
-    *,
-    texts: Sequence[Path],
-    held_out: Sequence[Path],
-    plan: TextPlan,
-    shape: Shape,
-    schedule: Schedule,
-    report: Report,
-    num_windows: int = 4,
-    num_anchors: int = 128,
-    gamma: float = 4.0,
-    temperature: float = 1.0,
-) -> None:
-    """Train a drafter for `target` and write it to the folder `out`; a training that was interrupted goes on.
-
-    Args:
-        target: what to draft for.
-        out: the folder of the drafter, its text, its checkpoint and its held-out curve.
-        texts, held_out: files and folders, see `read_texts`.
-        plan, shape, schedule: the text, the drafter's size, how long to train.
-        report: where lines of progress go.
-        num_windows, num_anchors, gamma, temperature: see `Course`.
+def fit_dflash(fit: Fit, shape: DFlashShape) -> None:
+    """Train a drafter of this shape, or go on with one.
 
     Raises:
         ModelError: the target cannot be loaded.
-        RequestError: no text, or `out` holds a training with other settings.
+        RequestError: no text, no mask token, or a folder that holds a training with other settings.
     """
-    model, tokenizer = load_causal_lm(target)
-    model = model.requires_grad_(False)
-    out.mkdir(parents=True, exist_ok=True)
-    text = prepared(
-        plan, model, tokenizer, texts=texts, held_out=held_out, file=out / "text.npz", report=report
-    )  # fmt: skip
-    mask_token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.pad_token_id
+    target, tokenizer = fit.load_target()
+    choices = (shape.mask_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id)
+    mask_token_id = next((token for token in choices if token is not None), None)
+    if mask_token_id is None:
+        raise RequestError(
+            "mask_token_id", "a tokenizer with neither a mask nor a padding token", "Allowed: any token of its own."
+        )
     with torch.random.fork_rng():
-        torch.manual_seed(schedule.seed)
-        drafter = DFlashDraftModel(shape.config(model, mask_token_id)).to(model.device)
-    # Hidden states of the size that the target's head is used to.
-    drafter.norm.weight.data.copy_(model.base_model.norm.weight.float())
-    course = Course(
-        drafter, model, text.train, num_windows=num_windows, num_anchors=num_anchors, gamma=gamma,
-        temperature=temperature,
-    )  # fmt: skip
-    settings = {"text": attrs.asdict(plan), "shape": attrs.asdict(shape), "num_windows": num_windows,
-                "num_anchors": num_anchors, "gamma": gamma, "temperature": temperature}  # fmt: skip
-
-    def measure() -> Mapping[str, float]:
-        return {
-            f"accepted at {each:g}": chain_accepted(drafter, model, text.held_out.at(each))
-            for each in sorted(set(plan.temperatures))
-        }
-
-    Trainer(drafter, course.loss, measure, schedule, settings, out, report).run()
+        torch.manual_seed(fit.schedule.seed)
+        network = DFlashDraftModel(shape.config(target, mask_token_id)).to(target.device)
+        # Hidden states as those that the target's head is used to, channel by channel, but smaller: drafts begin flat.
+        ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, 64), device=target.device)
+    with torch.no_grad():
+        last = target(input_ids=ids, use_cache=False, output_hidden_states=[-1]).hidden_states[-1]
+        network.norm.weight.copy_(_FIRST_SCALE * last[0].float().pow(2).mean(0).sqrt())
+    fit.run(DFlashStudent(network), target, tokenizer, attrs.asdict(shape))

@@ -1,5 +1,6 @@
 """The training loop: steps that depend on (seed, step) alone, checkpoints, exact resume, a held-out curve."""
 
+import copy
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,7 @@ class Schedule:
 
     Args:
         steps: optimiser steps in all.
-        learning_rate: of the matrices, under Muon; everything else learns at a tenth of it, under AdamW.
+        learning_rate: of the matrices, under Muon; everything else learns at a fifth of it, under AdamW.
         warm_up: steps of a linear warm-up; the second half decays linearly to 2 %.
         measure_every: steps between held-out measurements.
         save_every: steps between checkpoints.
@@ -34,7 +35,7 @@ class Schedule:
 
     steps: int = attrs.field(default=2000, validator=whole(1))
     learning_rate: float = attrs.field(default=0.02, validator=number(1e-6))
-    warm_up: int = attrs.field(default=50, validator=whole(1))
+    warm_up: int = attrs.field(default=20, validator=whole(1))
     measure_every: int = attrs.field(default=200, validator=whole(1))
     save_every: int = attrs.field(default=200, validator=whole(1))
     seed: int = attrs.field(default=0, validator=whole(0))
@@ -112,7 +113,7 @@ class Trainer:
         rate = self.schedule.learning_rate
         self._optimizers = [Muon(matrices, lr=rate)] if matrices else []
         if others:
-            self._optimizers.append(torch.optim.AdamW(others, lr=rate / 10, betas=(0.9, 0.95), weight_decay=0.0))
+            self._optimizers.append(torch.optim.AdamW(others, lr=rate / 5, betas=(0.9, 0.95), weight_decay=0.0))
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
 
     def run(self) -> None:
@@ -152,8 +153,8 @@ class Trainer:
         self.report(f"step {self._step}/{self.schedule.steps}: {shown}, {seconds_per_step:.2f} s a step, {left}")
 
     def _save(self) -> None:
-        """The model as a drafter can load it, and what resuming needs; each file is replaced at once."""
-        self.model.save_pretrained(self.out)
+        """The model in bfloat16, as a drafter loads it, and in float32 with all that resuming needs."""
+        copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(self.out)
         state = {
             "step": self._step,
             "average": self._average,

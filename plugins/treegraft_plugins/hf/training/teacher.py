@@ -17,17 +17,17 @@ class Lesson:
     Attributes:
         tokens: int64 [B, T].
         hidden: [B, T, layers, h], the hidden states asked for.
-        log_probs: float32 [B, T, V], the target's distribution *after* each token (nats).
+        probs: float32 [B, T, V], the target's distribution *after* each token.
     """
 
     tokens: torch.Tensor
     hidden: torch.Tensor
-    log_probs: torch.Tensor
+    probs: torch.Tensor
 
     def repeated(self, times: int) -> "Lesson":
         """Each text several times in a row, with the distributions left as they are."""
         tokens, hidden = (part.repeat_interleave(times, dim=0) for part in (self.tokens, self.hidden))
-        return Lesson(tokens, hidden, self.log_probs)
+        return Lesson(tokens, hidden, self.probs)
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def lesson(model: PreTrainedModel, tokens: Ints, hidden_layers: Sequence[int], t
     ids = torch.from_numpy(tokens.astype(np.int64)).to(model.get_input_embeddings().weight.device)
     output = model(input_ids=ids, use_cache=False, output_hidden_states=list(hidden_layers))
     hidden = torch.stack([output.hidden_states[layer].float() for layer in hidden_layers], dim=2)
-    return Lesson(ids, hidden, (output.logits.float() / temperature).log_softmax(-1))
+    return Lesson(ids, hidden, (output.logits.float() / temperature).softmax(-1))
 
 
 def accepted_along(drafts: Ints, text: Ints, first: int) -> tuple[int, int]:

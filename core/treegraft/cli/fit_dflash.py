@@ -1,0 +1,53 @@
+"""`treegraft fit dflash`: a block-diffusion drafter for a target."""
+
+from typing import Any
+
+import click
+
+from treegraft.cli.quiet import quiet
+from treegraft.cli.training import fit_of, training_options
+
+
+@click.command()
+@training_options
+@click.option("--block-size", type=click.IntRange(min=2), default=8, show_default=True, help="The anchor included.")
+@click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Of the drafter.")
+@click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True, help="Of its attention.")
+@click.option("--key-value-heads", type=click.IntRange(min=1), default=2, show_default=True, help="Of its attention.")
+@click.option("--head-dim", type=click.IntRange(min=2), default=32, show_default=True, help="Of its attention.")
+@click.option("--intermediate-size", type=click.IntRange(min=1), default=384, show_default=True, help="Of its MLP.")
+@click.option(
+    "--target-layer", "target_layers", type=click.IntRange(min=0), multiple=True, metavar="INDEX",
+    help="A layer of the target that feeds it, counted from 0; may be repeated.  [default: evenly spaced ones]",
+)  # fmt: skip
+@click.option("--mask-token", type=click.IntRange(min=0), metavar="ID", help="[default: the tokenizer's, else padding]")
+def dflash(
+    block_size: int,
+    layers: int,
+    heads: int,
+    key_value_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    target_layers: tuple[int, ...],
+    mask_token: int | None,
+    **options: Any,
+) -> None:
+    """Train a block-diffusion drafter on text and on what the target itself writes.
+
+    DIR then holds the drafter (config.json, model.safetensors), the text (text.npz), the checkpoint (training.pt) and
+    the held-out curve (curve.jsonl): mean accepted tokens a round of the drafter's chains, for each temperature.
+    """
+    from treegraft_plugins.hf.dflash.training import DFlashShape, fit_dflash
+
+    shape = DFlashShape(
+        block_size=block_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        target_layer_ids=target_layers or None,
+        mask_token_id=mask_token,
+    )
+    with quiet():
+        fit_dflash(fit_of(**options), shape)

@@ -1,0 +1,23 @@
+"""`treegraft fit heads`: a Medusa-type drafter for a target."""
+
+from typing import Any
+
+import click
+
+from treegraft.cli.quiet import quiet
+from treegraft.cli.training import fit_of, training_options
+
+
+@click.command()
+@training_options
+@click.option("--num-heads", type=click.IntRange(min=1), default=4, show_default=True, help="Places that are covered.")
+def heads(num_heads: int, **options: Any) -> None:
+    """Train a small head for each of the next places, on text and on what the target itself writes.
+
+    DIR then holds the heads (config.json, model.safetensors), the text (text.npz), the checkpoint (training.pt) and
+    the held-out curve (curve.jsonl): mean accepted tokens a round of the heads' chains, for each temperature.
+    """
+    from treegraft_plugins.hf.heads.training import HeadsShape, fit_heads
+
+    with quiet():
+        fit_heads(fit_of(**options), HeadsShape(num_heads=num_heads))

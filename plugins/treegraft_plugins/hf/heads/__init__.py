@@ -1,0 +1,1 @@
+"""Drafting with a small head for each of the next places."""

@@ -1,0 +1,154 @@
+"""What a drafter that reads the target's hidden states learns: the target's own distributions at the next places."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from treegraft.errors import RequestError
+from treegraft.tree import Ints
+from treegraft_plugins.hf.loading import Loadable, load_causal_lm
+from treegraft_plugins.hf.training.corpus import Continuations, Report, TextPlan, prepared
+from treegraft_plugins.hf.training.loop import Schedule, Trainer
+from treegraft_plugins.hf.training.teacher import Lesson, accepted_along, lesson
+from treegraft_plugins.options import number, whole
+
+
+class Student(ABC):
+    """A drafter's network as it is trained.
+
+    Attributes:
+        network: saved with its own `save_pretrained`.
+        hidden_layers: indices into the target's `hidden_states` that it reads.
+        num_places: L, places that one pass covers.
+    """
+
+    network: PreTrainedModel
+    hidden_layers: Sequence[int]
+    num_places: int
+
+    @abstractmethod
+    def places(self, target: PreTrainedModel, taught: Lesson, anchors: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, A, L, h] for the places after tokens `anchors` [B, A]; nothing behind an anchor is read."""
+
+
+@attrs.frozen(kw_only=True)
+class Course:
+    """How a student is taught.
+
+    Args:
+        num_windows: windows of text a step.
+        num_anchors: anchors a window, at random places.
+        group: anchors that are computed together; a group's attention may be quadratic in it.
+        gamma: place k weighs exp(-(k - 1) / gamma).
+        temperature: of the target's distributions.
+    """
+
+    num_windows: int = attrs.field(default=4, validator=whole(1))
+    num_anchors: int = attrs.field(default=128, validator=whole(1))
+    group: int = attrs.field(default=8, validator=whole(1))
+    gamma: float = attrs.field(default=4.0, validator=number(0.1))
+    temperature: float = attrs.field(default=1.0, validator=number(0.01))
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_anchors % self.group:
+            raise ValueError(f"num_anchors: got {self.num_anchors}; allowed: a multiple of {self.group}.")
+
+    def loss(self, student: Student, target: PreTrainedModel, text: Ints, rng: np.random.Generator) -> torch.Tensor:
+        """Weighted cross-entropy to the target's distributions (nats), at random anchors of random windows of text."""
+        length, num_places = text.shape[1], student.num_places
+        rows = text[rng.integers(0, len(text), self.num_windows)]
+        taught = lesson(target, rows, student.hidden_layers, self.temperature)
+        num_groups = self.num_anchors // self.group
+        places = rng.integers(1, length - num_places, (self.num_windows * num_groups, self.group))
+        anchors = torch.from_numpy(places).to(taught.tokens.device)
+        hidden = student.places(target, taught.repeated(num_groups), anchors)
+        drafted = target.get_output_embeddings()(hidden.flatten(0, 2))
+        # What stands at place anchor + k, the target's distribution after token anchor + k - 1 decides.
+        ahead = torch.arange(num_places, device=anchors.device)
+        window = torch.arange(len(anchors), device=anchors.device) // num_groups
+        wanted = taught.probs[window[:, None, None], anchors[:, :, None] + ahead].flatten(0, 2)
+        losses = cross_entropy(drafted, wanted, reduction="none").unflatten(0, (-1, num_places))
+        weight = torch.exp(-ahead / self.gamma)
+        return (losses * weight).sum(-1).mean() / weight.sum()
+
+
+@torch.no_grad()
+def chain_accepted(student: Student, target: PreTrainedModel, text: Continuations, group: int = 16) -> float:
+    """Mean accepted tokens a round of decoding, with the student's chains, what the target wrote."""
+    num_places, length = student.num_places, text.tokens.shape[1]
+    num_accepted = num_rounds = 0
+    for row, first in zip(text.tokens, text.first.tolist(), strict=True):
+        taught = lesson(target, row[None], student.hidden_layers, 1.0)
+        anchors = torch.arange(first, length - num_places, device=taught.tokens.device)
+        padded = torch.cat([anchors, anchors[-1:].repeat(-len(anchors) % group)]).view(-1, group)
+        hidden = student.places(target, taught.repeated(len(padded)), padded).flatten(0, 1)[: len(anchors)]
+        drafts = np.zeros((length, num_places), np.int64)
+        drafts[first : length - num_places] = target.get_output_embeddings()(hidden).argmax(-1).cpu().numpy()
+        accepted, rounds = accepted_along(drafts, row, first)
+        num_accepted, num_rounds = num_accepted + accepted, num_rounds + rounds
+    return num_accepted / num_rounds
+
+
+@attrs.frozen(kw_only=True)
+class Fit:
+    """Everything a training is given beside the drafter itself.
+
+    Args:
+        target: what to draft for.
+        texts, held_out: files and folders, see `read_texts`.
+        out: the folder of the drafter, its text, its checkpoint and its held-out curve.
+        plan, course, schedule: which text, how it is taught, how long.
+        report: where lines of progress go.
+    """
+
+    target: Loadable
+    texts: Sequence[Path]
+    held_out: Sequence[Path]
+    out: Path
+    plan: TextPlan
+    course: Course
+    schedule: Schedule
+    report: Report
+
+    def load_target(self) -> tuple[PreTrainedModel, Any]:
+        """The target, its weights frozen, and its tokenizer.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            RequestError: it has no tokenizer.
+        """
+        model, tokenizer = load_causal_lm(self.target)
+        if tokenizer is None:
+            raise RequestError("target", "a model without a tokenizer", "Allowed: a folder or hub id that holds both.")
+        return model.requires_grad_(False), tokenizer
+
+    def run(self, student: Student, target: PreTrainedModel, tokenizer: Any, shape: Mapping[str, Any]) -> None:
+        """Train, or go on where an interrupted training stopped, and write the drafter to `out`.
+
+        Raises:
+            RequestError: no text, or `out` holds a training with other settings.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = prepared(
+            self.plan, target, tokenizer, texts=self.texts, held_out=self.held_out, file=self.out / "text.npz",
+            report=self.report,
+        )  # fmt: skip
+
+        def measure() -> Mapping[str, float]:
+            return {
+                f"accepted at {temperature:g}": chain_accepted(student, target, text.held_out.at(temperature))
+                for temperature in sorted(set(self.plan.temperatures))
+            }
+
+        settings = {"text": attrs.asdict(self.plan), "course": attrs.asdict(self.course), "shape": dict(shape)}
+        Trainer(
+            student.network, lambda rng: self.course.loss(student, target, text.train, rng), measure, self.schedule,
+            settings, self.out, self.report,
+        ).run()  # fmt: skip
