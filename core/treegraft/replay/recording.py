@@ -29,10 +29,10 @@ class Recording:
     Attributes:
         prompt: int64 [P].
         tokens: int64 [T], what followed.
-        wants: what was kept of the target's forwards, after every token but the last.
-        top_ids: int64 [P - 1 + T, K] or None, the target's best tokens after each position.
-        top_log_probs: float64 [P - 1 + T, K] or None, their raw log probabilities (nats).
-        hidden: [P - 1 + T, layers, h] or None.
+        wants: what was kept of the target's forwards.
+        top_ids: int64 [P + T, K] or None, the target's best tokens after each token.
+        top_log_probs: float64 [P + T, K] or None, their raw log probabilities (nats).
+        hidden: [P + T, layers, h] or None, its hidden states of each.
         finish_reason: "eos", "length", "context_limit" or "stop".
         max_new_tokens: as asked for.
         options: as asked for.
@@ -104,20 +104,23 @@ def record(
         "context_limit" if room < max_new_tokens else "length",
     )  # fmt: skip
     try:
-        (seen,) = target.prefill([prompt], wants)
-        observations = [seen]
-        while sampler.stop_reason is None:
+        observations = target.prefill([prompt], wants)
+        is_over = False
+        while not is_over:  # the last token, too, is forwarded: a tree may hold it where nothing follows
+            is_over = sampler.stop_reason is not None
             tree = DraftTree.rooted(int(sampler.tokens[-1]))
             (scores,) = target.score([tree])
-            sampler.begin(tree, scores)
-            sampler.next(0)
-            target.commit([NOTHING])
             top_ids, top_log_probs = scores.top(ROOT, wants.num_top) if wants.num_top else (None, None)
             observations.append(Observation(tree.token, top_ids, top_log_probs, scores.hidden(ROOT)))
-            if on_token is not None:
-                on_token()
+            if not is_over:
+                sampler.begin(tree, scores)
+                sampler.next(0)
+                target.commit([NOTHING])
+                if on_token is not None:
+                    on_token()
     finally:
         target.reset()
+    assert sampler.stop_reason is not None
     return Recording(
         prompt=prompt,
         tokens=np.array(sampler.emitted, np.int64),
@@ -163,9 +166,9 @@ class ReplayTarget(TargetModel):
 
     def __init__(self, target: TargetModel):
         self._target = target
-        self.vocab_size, self.max_length = target.vocab_size, target.max_length
-        self.tokenizer, self.lossless_note, self.model_name = target.tokenizer, target.lossless_note, target.model_name
-        self.path = target.path  # so that drafters made for that model are known to fit
+        for name in TargetModel.__annotations__:
+            setattr(self, name, getattr(target, name))
+        self.device, self.identity = torch.device("cpu"), ""  # of what is said here, and said at no cost
         self.recording: Recording | None = None
         self._num_committed = 0
         self._wants = Wants()

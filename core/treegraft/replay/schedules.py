@@ -86,7 +86,26 @@ def schedules(
     Raises:
         RequestError: the pipeline cannot be replayed in this way, or a drafter fails.
     """
-    target, names, grid = replay_target(pipeline), _names(pipeline, sources), _grid(pipeline, budgets)
+    names, grid = check_schedules(pipeline, budgets, sources)
+    target = replay_target(pipeline)
+    target.recording = recording
+    rules = target.sampling_rules(recording.prompt, recording.options, recording.max_new_tokens)
+    sampler = pipeline.sampler(
+        recording.prompt.tolist(), rules, SeededDraws(recording.seed), recording.max_new_tokens
+    )  # fmt: skip
+    return _along(pipeline, recording, sampler, names, grid, every)
+
+
+def check_schedules(
+    pipeline: Pipeline, budgets: Sequence[int] | None = None, sources: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], Ints]:
+    """The sources and the grid of budgets that `schedules` works with.
+
+    Raises:
+        RequestError: the pipeline cannot be replayed in this way.
+    """
+    replay_target(pipeline)
+    names, grid = _names(pipeline, sources), _grid(pipeline, budgets)
     where = f"pipelines.{pipeline.name}"
     if pipeline.calibration:
         raise RequestError(
@@ -97,12 +116,7 @@ def schedules(
             f"{where}.steps", f"{len(names)} sources and {pipeline.parts.steps} steps",
             f"Allowed: at most {MAX_SCHEDULES} schedules (sources ^ steps).", "Name fewer sources, or set steps=N.",
         )  # fmt: skip
-    target.recording = recording
-    rules = target.sampling_rules(recording.prompt, recording.options, recording.max_new_tokens)
-    sampler = pipeline.sampler(
-        recording.prompt.tolist(), rules, SeededDraws(recording.seed), recording.max_new_tokens
-    )  # fmt: skip
-    return _along(pipeline, recording, sampler, names, grid, every)
+    return names, grid
 
 
 def _names(pipeline: Pipeline, sources: Sequence[str] | None) -> tuple[str, ...]:

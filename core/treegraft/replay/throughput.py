@@ -115,6 +115,23 @@ class ScheduleTable:
         """Whether every prefix is there, so that rounds can be followed through the text."""
         return len(self.starts) == self.num_tokens
 
+    def only(self, schedules: Sequence[int] | None = None, budgets: Sequence[int] | None = None) -> "ScheduleTable":
+        """The same for some schedules and budgets, by index; all by default."""
+        which = list(range(len(self.schedules)) if schedules is None else schedules)
+        some = list(range(len(self.budgets)) if budgets is None else budgets)
+        return attrs.evolve(
+            self,
+            schedules=tuple(self.schedules[index] for index in which),
+            source_of=self.source_of[which],
+            budgets=self.budgets[some],
+            num_verified=self.num_verified[:, which][:, :, some],
+            num_accepted=self.num_accepted[:, which][:, :, some],
+            num_emitted=self.num_emitted[:, which][:, :, some],
+            num_rows=self.num_rows[:, which],
+            is_call=self.is_call[:, which],
+            num_missed=self.num_missed[:, which][:, :, some],
+        )
+
     # -- latencies ----------------------------------------------------------------------------------------------------
 
     def round_ms(self, costs: CostModel, prefix: int, missed: Sequence[int] | Ints | None = None) -> Floats:

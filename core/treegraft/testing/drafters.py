@@ -50,6 +50,7 @@ class TableDrafter(Drafter):
 
     def rescore(self, tree: DraftTree, candidates: Ints, request: DraftRequest) -> Rescoring:
         closed = sorted({row for candidate in candidates.tolist() for row in tree.path(candidate)} - {0})
+        self.num_rows = len(closed)
         # A token that the table rules out keeps a finite score, as rule D4 asks of every log probability.
         log_prob = [
             max(float(_log_probs(self.table, request.context(row)[:-1])[tree.token[row]]), -1e3) for row in closed
