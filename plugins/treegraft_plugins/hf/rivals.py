@@ -136,12 +136,14 @@ class SearchedGenerate(PlainGenerate):
     def tune(self, prompts: Sequence[Sequence[int]], requests: Sequence[Request], timed: Timed) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for request in requests:
-            rates = {}
             self._try(request, self.grid[0])
             timed(prompts[0], request)  # the first request of all is no measure
-            for length in self.grid:
-                self._try(request, length)
-                rates[str(length)] = round(sum(timed(ids, request) for ids in prompts) / len(prompts), 3)
+            totals = dict.fromkeys(self.grid, 0.0)
+            for ids in prompts:
+                for length in self.grid:
+                    self._try(request, length)
+                    totals[length] += timed(ids, request)
+            rates = {str(length): round(total / len(prompts), 3) for length, total in totals.items()}
             best = int(max(rates, key=lambda length: rates[length]))
             found[str(request.temperature)] = {
                 "setting": self.setting, "chosen": best, "tokens_per_second": rates,
