@@ -98,7 +98,7 @@ def load_network(
         raise ModelError(where, f"{found}, for a drafter's network", "Allowed: path, dtype, device, revision.")
     device = _device(spec)
     hub_options = _hub_options(spec)
-    with _wrapped(spec), _without_progress_bars():
+    with _wrapped(spec), without_progress_bars():
         settings, _ = PreTrainedConfig.get_config_dict(place.name, **hub_options)
         config = configuration(settings, where)
         model, report = network.from_pretrained(
@@ -163,7 +163,7 @@ def _load_model(spec: ModelSpec, place: _Place) -> PreTrainedModel:
                 f"Allowed: {', '.join(ATTENTION)}.", suggest(spec.attn_implementation, ATTENTION),
             )  # fmt: skip
         options["attn_implementation"] = spec.attn_implementation
-    with _wrapped(spec), _without_progress_bars():
+    with _wrapped(spec), without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(place.name, **options)
         return model if spec.device_map is not None else model.to(device)
 
@@ -172,7 +172,7 @@ def _load_tokenizer(spec: ModelSpec, place: _Place) -> Any:
     folder = Path(place.name)
     if place.gguf_file is None and folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         return None
-    with _wrapped(spec), _without_progress_bars():
+    with _wrapped(spec), without_progress_bars():
         return AutoTokenizer.from_pretrained(place.name, **_hub_options(spec), **place.options)
 
 
@@ -227,7 +227,7 @@ def _wrapped(spec: ModelSpec) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """transformers' progress bars switched off: stderr belongs to the caller (the one of GGUF files has no switch)."""
     if not logging.is_progress_bar_enabled():
         yield

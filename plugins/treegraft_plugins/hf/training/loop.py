@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from treegraft.errors import RequestError
+from treegraft_plugins.hf.loading import without_progress_bars
 from treegraft_plugins.hf.training.corpus import Report
 from treegraft_plugins.options import number, whole
 
@@ -154,7 +155,8 @@ class Trainer:
 
     def _save(self) -> None:
         """The model in bfloat16, as a drafter loads it, and in float32 with all that resuming needs."""
-        copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(self.out)
+        with without_progress_bars():
+            copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(self.out)
         state = {
             "step": self._step,
             "average": self._average,
