@@ -1,0 +1,15 @@
+#!/bin/sh
+# Train the demo target's one-pass drafters. An interrupted run goes on where it stopped.
+#
+# Usage: drafters.sh WORK       (needs treegraft installed, and one core)
+#
+# Writes the corpus to WORK/texts, and a drafter each to WORK/dflash and WORK/heads; what a wheel carries are their
+# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/.
+set -e
+here=$(dirname "$0")
+work=$1
+python "$here/texts.py" "$work/texts"
+common="--target demo:target --text $work/texts/train --held-out $work/texts/held_out --gamma 2"
+treegraft fit dflash $common --out "$work/dflash" --batch 2 --steps "${DFLASH_STEPS:-400}" --measure-every 100 --save-every 50 \
+    --target-layer 1 --target-layer 4 --target-layer 7 --target-layer 9 --target-layer 11
+treegraft fit heads $common --out "$work/heads" --steps "${HEADS_STEPS:-240}" --measure-every 120 --save-every 40
