@@ -115,13 +115,13 @@ def num_rounds(pipeline: Pipeline, rows: Sequence[int], contexts: Sequence[int],
 
 
 def points(samples: Sequence[Sample]) -> list[Point]:
-    """Samples by what, context and size."""
+    """Samples by what, the target first, by context and size."""
     groups: dict[tuple[str, int, int], list[float]] = {}
     for sample in samples:
         groups.setdefault((sample.name, sample.context, sample.rows), []).append(sample.latency_ms)
-    names = dict.fromkeys(sample.name for sample in samples)
+    names = list(dict.fromkeys([TARGET, *(sample.name for sample in samples)]))
     found = []
-    for name, context, rows in sorted(groups, key=lambda key: (list(names).index(key[0]), *key[1:])):
+    for name, context, rows in sorted(groups, key=lambda key: (names.index(key[0]), *key[1:])):
         ms = groups[name, context, rows]
         low, median, high = np.quantile(ms, [0.25, 0.5, 0.75]).tolist()
         found.append(Point(name, rows, context, len(ms), median, low, high))
