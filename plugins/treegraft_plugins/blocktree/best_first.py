@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
-from itertools import count
+from math import inf
 
 import attrs
 import numpy as np
@@ -66,24 +66,23 @@ def best_first(
     last_depth = len(log_prob)
     taken: list[tuple[int, int, int, float, float]] = []
     row = children.below(0, 0)
-    # (minus the score, the order of arrival, parent, minus its score, depth, rank among the siblings, siblings)
-    heap = [(-row[0][0], 0, -1, 0.0, 1, 0, row)]
-    arrivals = count(1)
+    # (minus the score, what tells equal ones apart, parent, minus its score, depth, rank among the siblings, siblings)
+    heap = [(-row[0][0], -1, -1, 0.0, 1, 0, row)]
     while heap and len(taken) < budget:
         cost, _, parent, parent_cost, depth, rank, row = heap[0]
-        if cost == np.inf:
+        if cost == inf:
             break
         scores, columns = row
         node, column = len(taken), columns[rank]
         taken.append((parent, depth, column, -cost, scores[rank]))
         rank += 1
         if rank < len(scores):
-            heapreplace(heap, (parent_cost - scores[rank], next(arrivals), parent, parent_cost, depth, rank, row))
+            heapreplace(heap, (parent_cost - scores[rank], 2 * node, parent, parent_cost, depth, rank, row))
         else:
             heappop(heap)
         if depth < last_depth:
             row = children.below(depth, column)
-            heappush(heap, (cost - row[0][0], next(arrivals), node, cost, depth + 1, 0, row))
+            heappush(heap, (cost - row[0][0], 2 * node + 1, node, cost, depth + 1, 0, row))
     parents, depths, ranks, scores, edges = zip(*taken, strict=True) if taken else ((),) * 5
     whole = (np.array(column, dtype=np.int64) for column in (parents, depths, ranks))
     return PrefixTree(*whole, np.array(scores, dtype=np.float64), np.array(edges, dtype=np.float64))
