@@ -9,6 +9,7 @@ def treegraft_register(register: Register) -> None:
     from treegraft.verify import MatchVerifier
     from treegraft_plugins import budgets, costs, graft_policies, pruners, selectors
     from treegraft_plugins.drafters.ngram import NGramDrafter
+    from treegraft_plugins.drafters.suffix import SuffixDrafter
     from treegraft_plugins.hf.csd import CascadeDrafter
     from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
     from treegraft_plugins.hf.drafter import HFCausalLMDrafter
@@ -22,6 +23,7 @@ def treegraft_register(register: Register) -> None:
     register("dflash", DFlashDrafter)
     register("csd", CascadeDrafter)
     register("ngram", NGramDrafter)
+    register("suffix", SuffixDrafter)
     register("newest", selectors.NewestSelector)
     register("unvisited", selectors.UnvisitedSelector)
     register("non_destructive", graft_policies.NonDestructive)

@@ -31,6 +31,16 @@ def matched(index: SuffixIndex, tokens: Sequence[int]) -> Match:
     return match
 
 
+def scanned(counts: Counter[tuple[int, ...]], suffixes: list[tuple[int, ...]]) -> list[tuple[int, dict[int, int]]]:
+    """What `contexts` gives for a match with these suffixes, longest first."""
+    contexts: list[tuple[int, dict[int, int]]] = []
+    for suffix in suffixes:
+        following = {token: counts[(*suffix, token)] for token in LETTERS if counts[(*suffix, token)]}
+        if following and (not contexts or following != contexts[-1][1]):
+            contexts.append((len(suffix), following))
+    return contexts
+
+
 def check(index: SuffixIndex, texts: Sequence[Sequence[int]], others: Sequence[int]) -> None:
     """The index's answers on every string of the texts, and along another text, are those of a scan."""
     longest = index.max_depth - 1
@@ -38,17 +48,12 @@ def check(index: SuffixIndex, texts: Sequence[Sequence[int]], others: Sequence[i
     for string in counts:
         if len(string) <= longest:
             assert matched(index, string).length == len(string)
-
-    def following(suffix: Sequence[int]) -> dict[int, int]:
-        return {token: counts[(*suffix, token)] for token in LETTERS if counts[(*suffix, token)]}
-
     match = index.start
     for end in range(1, len(others) + 1):
         match = index.step(match, others[end - 1])
         suffixes = [tuple(others[end - n : end]) for n in range(min(longest, end), 0, -1)]
         assert match.length == next((len(suffix) for suffix in suffixes if counts[suffix]), 0)
-        followed = next((suffix for suffix in suffixes if following(suffix)), ())
-        assert index.followers(match) == (len(followed), following(followed) if followed else {})
+        assert list(index.contexts(match)) == scanned(counts, suffixes)
 
 
 @given(st.integers(2, 6), st.lists(TEXTS, max_size=6), TEXTS)
@@ -85,10 +90,8 @@ def test_a_token_beyond_the_end_counts_as_if_it_were_taken_in(max_depth, text, b
     index.extend(text)
     longer.extend([*text, beyond])
     for end in range(len(others) + 1):
-        match, taken_in = matched(index, others[:end]), matched(longer, others[:end])
-        length, counts = longer.followers(taken_in)
-
-        assert index.followers(match, beyond) == (length, counts)
+        found = index.contexts(matched(index, others[:end]), beyond)
+        assert list(found) == list(longer.contexts(matched(longer, others[:end])))
 
 
 @given(st.integers(2, 5), st.integers(0, 30), st.lists(TEXTS, max_size=12), TEXTS)
@@ -116,5 +119,5 @@ def test_a_loop_is_counted_up_to_the_depth_and_no_further(text):
     index.extend(text)
     period = len(set(text))
     string = (text * 2)[:23]
-    assert index.followers(matched(index, string)) == (23, {text[23 % period]: (len(text) - 24) // period + 1})
+    assert next(index.contexts(matched(index, string))) == (23, {text[23 % period]: (len(text) - 24) // period + 1})
     assert index.end.length == 23 == matched(index, text).length

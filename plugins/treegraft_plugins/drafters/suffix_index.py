@@ -2,7 +2,7 @@
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _NONE, _SEVERAL = -1, -2  # in the place of a token: a state without a transition, and one with more than one
@@ -74,26 +74,30 @@ class SuffixIndex:
             length = self._length[state]
         return self._capped(to, length + 1)
 
-    def followers(self, match: Match, beyond: int | None = None) -> tuple[int, dict[int, int]]:
-        """How often each token followed the longest suffix of `match` that was followed by anything.
+    def contexts(self, match: Match, beyond: int | None = None) -> Iterator[tuple[int, dict[int, int]]]:
+        """The suffixes of `match` that anything followed, from the longest on, each with what followed how often.
+
+        Suffixes that were followed at the same places are one context, of which the longest is given.
 
         Args:
-            match: of which text.
-            beyond: the token known to follow the end of the text, though it is not taken in yet.
+            match: of some text.
+            beyond: the token known to follow the end of the index's text, though it is not taken in yet.
 
-        Returns:
-            The length of that suffix, 0 where there is none, and counts by token.
+        Yields:
+            The suffix's length, and counts by token.
         """
         state, length = match
+        known = 0
         while state:
             counts = self._continuations(state)
             if beyond is not None and self._is_at_the_end(state):
                 counts[beyond] = counts.get(beyond, 0) + 1
-            if counts:
-                return length, counts
+            total = sum(counts.values())
+            if total > known:  # a shorter suffix is followed wherever a longer one is
+                known = total
+                yield length, counts
             state = self._link[state]
             length = self._length[state]
-        return 0, {}
 
     def _capped(self, state: int, length: int) -> Match:
         """A match of no more than the longest match's tokens."""
