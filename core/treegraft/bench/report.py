@@ -37,6 +37,7 @@ def markdown(
         "# Benchmark",
         *_verdict(summary, divergences),
         *_what_ran(manifest, summary),
+        *_by_cell(summary),
         *_by_category(summary),
         *_details(summary),
         *(["## Plots", "\n".join(f"![{Path(plot).stem}]({plot})" for plot in plots)] if plots else []),
@@ -61,15 +62,18 @@ def _verdict(summary: Mapping[str, Any], divergences: Sequence[Object]) -> list[
 
 
 def _what_ran(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
-    lines = [f"{name}: {_plainly(manifest[name])}" for name in ("command", *FACTS) if name in manifest]
+    lines = [f"{name}: {_plainly(manifest[name])}" for name in ("command", *FACTS) if manifest.get(name)]
     if summary["cpu_load"] is not None:
         lines.append("cpu load a core: median {median:.2f}, most {max:.2f}".format(**summary["cpu_load"]))
     parts = ["## What ran", _bullets(lines)]
-    settings = manifest.get("arm_settings", {})
+    settings: Mapping[str, Object] = manifest.get("arm_settings", {})
+    shared = _shared([own for own in settings.values() if own.get("drafts") and own.get("is_ours")])
     if settings:
         parts += [
-            "Settings, read back from the arms:",
-            _table(["arm", "settings"], [[arm, _plainly(own)] for arm, own in settings.items()]),
+            f"Settings, read back from the arms; what all of ours that draft have in common: {_plainly(shared)}.",
+            _table(
+                ["arm", "further settings"], [[arm, _plainly(_beyond(own, shared))] for arm, own in settings.items()]
+            ),
         ]
     searched = [
         [arm, temperature, str(found["chosen"]), _named(found["tokens_per_second"], "{:.1f}")]
@@ -80,6 +84,36 @@ def _what_ran(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> list[s
         columns = ["arm", "temperature", "draft length chosen", "tokens/s by draft length"]
         parts += ["Draft lengths of transformers' arms, searched before the run:", _table(columns, searched)]
     return parts
+
+
+def _shared(settings: Sequence[Object]) -> Object:
+    """What several arms' settings agree in."""
+    first = settings[0] if settings else {}
+    return _beyond(
+        {name: value for name, value in first.items() if all(own.get(name) == value for own in settings)}, {}
+    )
+
+
+def _beyond(own: Object, shared: Object) -> Object:
+    """An arm's settings without those that are said already, or are None."""
+    return {
+        name: value
+        for name, value in own.items()
+        if value is not None and name not in ("drafts", "is_ours") and (name not in shared or shared[name] != value)
+    }
+
+
+def _by_cell(summary: Mapping[str, Any]) -> list[str]:
+    """Ratios side by side where there are several temperatures or lengths."""
+    cells = _cells([row for row in summary["rows"] if row["category"] is None])
+    if len(cells) < 2:
+        return []
+    lines = [
+        [arm, *(_ratio(next((row for row in rows if row["arm"] == arm), None)) for _, rows in cells)]
+        for arm in _arms(summary["rows"])
+    ]
+    title = "## Ratio to plain by temperature and length"
+    return [title, _table(["arm", *(title for title, _ in cells)], lines)]
 
 
 def _by_category(summary: Mapping[str, Any]) -> list[str]:
