@@ -13,6 +13,7 @@ def treegraft_register(register: Register) -> None:
     from treegraft_plugins.hf.csd import CascadeDrafter
     from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
     from treegraft_plugins.hf.drafter import HFCausalLMDrafter
+    from treegraft_plugins.hf.heads.drafter import HeadsDrafter
     from treegraft_plugins.hf.target import HFCausalLMTarget
     from treegraft_plugins.schedulers.fixed import FixedScheduler
     from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
@@ -21,6 +22,7 @@ def treegraft_register(register: Register) -> None:
     register("hf_causal_lm", HFCausalLMTarget)
     register("hf_causal_lm", HFCausalLMDrafter)
     register("dflash", DFlashDrafter)
+    register("heads", HeadsDrafter)
     register("csd", CascadeDrafter)
     register("ngram", NGramDrafter)
     register("suffix", SuffixDrafter)

@@ -9,7 +9,7 @@ from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
     "plain", "all_small", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
-    "overwrite", "newest_only", "neural_small", "dflash_chain", "ddtree", "treegraft_dflash",
+    "overwrite", "newest_only", "neural_small", "dflash_chain", "ddtree", "medusa_heads", "treegraft_dflash",
 )  # fmt: skip
 
 
@@ -24,6 +24,7 @@ def without_the_environments_models():
         patch.delenv("TREEGRAFT_TARGET", raising=False)
         patch.delenv("TREEGRAFT_MIDDLE", raising=False)
         patch.delenv("TREEGRAFT_DFLASH", raising=False)
+        patch.delenv("TREEGRAFT_HEADS", raising=False)
         yield
 
 
@@ -41,9 +42,11 @@ def test_all_parts_come_through_the_entry_point(resolved):
 def test_all_but_plain_share_width_branching_steps_budget_and_costs(resolved):
     for name in PIPELINES[1:]:
         pipeline = resolved[name]
-        assert {(source.width, source.branching) for key, source in pipeline.sources.items() if key != "dflash"} <= {
-            (10, 10)
-        }
+        assert {
+            (source.width, source.branching)
+            for key, source in pipeline.sources.items()
+            if key not in ("dflash", "heads")
+        } <= {(10, 10)}
         assert pipeline.config["steps"] == 5
         assert pipeline.config["budget"] == {"use": "gain_over_cost", "verify_nodes": 63}
         assert pipeline.config["costs"] == {"use": "measured"}

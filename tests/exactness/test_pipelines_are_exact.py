@@ -50,6 +50,7 @@ def toys(target: MarkovTarget, *tables: np.ndarray) -> dict[str, object]:
         "middle": TableDrafter(tables[0]),
         "small": TableDrafter(tables[-1]),
         "dflash": TableBlockDrafter(tables[0]),
+        "heads": TableBlockDrafter(tables[0]),
     }
 
 

@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from treegraft_plugins.hf.dflash.model import ARCHITECTURE, DFlashDraftModel, draft_config
+from treegraft_plugins.hf.heads.model import HeadsDraftModel, heads_config
 
 VOCAB_SIZE = 64
 MAX_LENGTH = 256
@@ -107,3 +108,17 @@ def dflash_of(model: PreTrainedModel, block_size: int = 12, seed: int = 1) -> DF
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return DFlashDraftModel(draft_config(settings, "a test")).to(model.dtype).eval()
+
+
+def heads_of(model: PreTrainedModel, seed: int = 1) -> HeadsDraftModel:
+    """Random heads that fit `model`."""
+    config = model.config.get_text_config(decoder=True)
+    settings = {
+        "architectures": ["HeadsDraftModel"], "num_heads": 4, "hidden_size": config.hidden_size,
+        "num_target_layers": config.num_hidden_layers, "vocab_size": config.vocab_size,
+    }  # fmt: skip
+    heads = HeadsDraftModel(heads_config(settings, "a test")).to(model.dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in heads.parameters():
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return heads

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf.families import FAMILIES, VOCAB_SIZE, WINDOW, dflash_of, middle_of
+from hf.families import FAMILIES, VOCAB_SIZE, WINDOW, dflash_of, heads_of, middle_of
 from hf.reference import generated
 
 import treegraft
@@ -38,7 +38,8 @@ class Pair:
         middle = middle_of(self.model)
         # One TargetModel for all pipelines: the self-check of the target runs once.
         self.models = {
-            "target": HFCausalLMTarget(self.model), "middle": middle, "small": middle, "dflash": dflash_of(self.model)
+            "target": HFCausalLMTarget(self.model), "middle": middle, "small": middle,
+            "dflash": dflash_of(self.model), "heads": heads_of(self.model),
         }  # fmt: skip
         self.load = cache(self._load)
 
