@@ -14,7 +14,7 @@ import click
 
 from treegraft.errors import ComposeError, PluginError, RequestError, TreeGraftError
 
-COMMANDS = ("demo", "run", "bench", "fit", "audit", "show", "plugins")
+COMMANDS = ("demo", "run", "bench", "replay", "fit", "audit", "show", "plugins")
 BAD_USE = (ComposeError, RequestError, PluginError)  # a PluginError is about --plugin: others are kept and listed
 
 
