@@ -8,8 +8,9 @@ from treegraft.plugins import installed_plugins
 from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
-    "plain", "all_small", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
-    "overwrite", "newest_only", "neural_small", "dflash_chain", "ddtree", "medusa_heads", "treegraft_dflash",
+    "plain", "all_small", "all_suffix", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
+    "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain", "ddtree",
+    "medusa_heads", "treegraft_dflash",
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def test_ablations_differ_from_treegraft_in_one_thing(resolved):
     base = parts(resolved["treegraft"])
     changes = {
         name: {path: part for path, part in parts(resolved[name]).items() if base[path] != part}
-        for name in ("treegraft_fixed", "middle_first", "overwrite", "newest_only", "neural_small")
+        for name in ("treegraft_fixed", "middle_first", "overwrite", "newest_only", "neural_small", "suffix_small")
     }
     assert changes == {
         "treegraft_fixed": {"scheduler": ("fixed", {"pattern": ["middle", "small", "middle", "small", "middle"]})},
@@ -68,11 +69,14 @@ def test_ablations_differ_from_treegraft_in_one_thing(resolved):
         "overwrite": {"sources.small.graft": ("overwrite", {}), "sources.middle.graft": ("overwrite", {})},
         "newest_only": {"sources.middle.select": ("newest", {})},
         "neural_small": {"sources.small.draft": ("hf_causal_lm", {"model": "small"})},
+        "suffix_small": {"sources.small.draft": ("suffix", {})},
     }
 
 
 def test_endpoints_are_the_standard_tree_of_one_drafter(resolved):
-    for name, source, use in (("all_small", "small", "ngram"), ("all_middle", "middle", "hf_causal_lm")):
+    for name, source, use in (
+        ("all_small", "small", "ngram"), ("all_suffix", "small", "suffix"), ("all_middle", "middle", "hf_causal_lm"),
+    ):  # fmt: skip
         pipeline = resolved[name]
         assert list(pipeline.sources) == [source] and not pipeline.sources[source].rescore
         assert pipeline.parts[f"sources.{source}.draft"].use == use
