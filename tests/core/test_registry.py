@@ -9,7 +9,7 @@ from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
     "plain", "all_small", "all_suffix", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
-    "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain", "ddtree",
+    "treegraft_opt_tree", "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain", "ddtree",
     "medusa_heads", "treegraft_dflash",
 )  # fmt: skip
 
@@ -59,18 +59,18 @@ def parts(pipeline: ResolvedPipeline) -> dict[str, tuple[str, dict]]:
 
 def test_ablations_differ_from_treegraft_in_one_thing(resolved):
     base = parts(resolved["treegraft"])
-    changes = {
-        name: {path: part for path, part in parts(resolved[name]).items() if base[path] != part}
-        for name in ("treegraft_fixed", "middle_first", "overwrite", "newest_only", "neural_small", "suffix_small")
-    }
-    assert changes == {
+    expected = {
         "treegraft_fixed": {"scheduler": ("fixed", {"pattern": ["middle", "small", "middle", "small", "middle"]})},
         "middle_first": {"scheduler": ("fixed", {"pattern": ["middle", *["small"] * 4]})},
+        "treegraft_opt_tree": {"scheduler": ("opt_tree", {"pattern": ["middle", "small"], "threshold": 0.1})},
         "overwrite": {"sources.small.graft": ("overwrite", {}), "sources.middle.graft": ("overwrite", {})},
         "newest_only": {"sources.middle.select": ("newest", {})},
         "neural_small": {"sources.small.draft": ("hf_causal_lm", {"model": "small"})},
         "suffix_small": {"sources.small.draft": ("suffix", {})},
     }
+    for name, changes in expected.items():
+        found = parts(resolved[name])
+        assert {path: part for path, part in found.items() if base[path] != part} == changes
 
 
 def test_endpoints_are_the_standard_tree_of_one_drafter(resolved):
