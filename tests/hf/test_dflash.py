@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 import treegraft
 from treegraft.errors import ModelError
 from treegraft.interfaces import DraftRequest, EdgeScorer, ModelSpec, Observation
+from treegraft.registry import packaged_registry
 from treegraft.tree import DraftTree
 from treegraft_plugins.hf.cache import SlotCache
 from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
 from treegraft_plugins.hf.dflash.model import (
     ARCHITECTURE,
     DFlashDraftModel,
+    as_assistant,
     default_target_layer_ids,
     draft_config,
 )
@@ -141,25 +143,34 @@ def test_cached_context_equals_context_given_at_once_whatever_blocks_stood_betwe
 
 def test_transformers_own_network_of_this_kind_says_the_same():
     """Its only one, Muse Glimmer's assistant, with the same weights under its names."""
-    muse = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
     model = network()
-    config = muse.MuseGlimmerAssistantConfig(
-        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, rms_norm_eps=1e-6, layer_types=["full_attention"] * 2, block_size=BLOCK, mask_token_id=MASK,
-        target_layer_ids=[0, 2], max_position_embeddings=256, sliding_window=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    other = muse.MuseGlimmerAssistantModel(config).double().eval()
-    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    renamed = {names.get(name, name): weight for name, weight in model.state_dict().items()}
-    other.load_state_dict(renamed)
-    rows, context = block(), features(5)
+    other, rows, context = as_assistant(model), block(), features(5)
     with torch.no_grad():
         found = other(
-            noise_embeds=rows, context_hidden_states=context.flatten(2), position_ids=positions(0, 5 + BLOCK),
+            noise_embeds=rows, context_hidden_states=context.flatten(2), position_ids=positions(0, 5 + BLOCK)
         ).last_hidden_state  # fmt: skip
     torch.testing.assert_close(found, filled(model, rows, context), atol=1e-5, rtol=0)
+
+
+def test_transformers_own_block_drafting_takes_the_same_forwards_to_the_same_text():
+    """`generate` on the embedded pair, through its own cache, features and verification."""
+    pipeline = treegraft.load(
+        "dflash_chain", "costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}", registry=packaged_registry()
+    )
+    model, drafter = pipeline.target.model, pipeline.sources[0].drafter
+    inputs = pipeline.tokenizer("def read_chunk(self, size):\n    data = self.file.read(size)\n", return_tensors="pt")
+    forwards = []
+    handle = model.register_forward_hook(lambda *_: forwards.append(1))
+    output = model.generate(
+        **inputs, do_sample=False, max_new_tokens=32, assistant_model=as_assistant(drafter._network),
+        speculation_type="dflash",
+    )  # fmt: skip
+    handle.remove()
+    result = pipeline.generate(inputs["input_ids"], 32)
+    assert output[0, inputs["input_ids"].shape[1] :].tolist() == result.token_ids
+    # Its first round is the prefill's own token; ours drafts from the first token on.
+    assert abs(len(forwards) - result.num_rounds) <= 1
+    assert result.num_rounds < 32
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Qwen3Config
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3MLP,
@@ -168,3 +168,26 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         for layer in self.layers:
             block = layer(block, context, rotations, mask, cache)
         return self.norm(block)
+
+
+def as_assistant(network: DFlashDraftModel) -> MuseGlimmerAssistantModel:
+    """The same network, its weights shared, in the class that transformers' own `generate` drafts blocks with.
+
+    `target.generate(..., assistant_model=as_assistant(network), speculation_type="dflash")` is its chain.
+    """
+    config = network.config
+    shared = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters", "layer_types",
+        "block_size",
+    )  # fmt: skip
+    settings = {name: getattr(config, name) for name in shared}
+    assistant = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(
+            **settings, mask_token_id=network.mask_token_id, target_layer_ids=list(network.target_layer_ids)
+        )
+    )
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    weights = {names.get(name, name): weight for name, weight in network.state_dict().items()}
+    assistant.load_state_dict(weights, assign=True)
+    return assistant.to(network.device).eval()
