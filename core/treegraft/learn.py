@@ -33,7 +33,8 @@ def learn(
     costs.record_target(len(pruned), state.position, verification_ms)
     if gains:
         _learn_gains(state, tokens)
-    _learn_edges(state, tokens)
+    if len(state.tree) > 1:
+        _learn_edges(state, tokens)
     drafted_ms = [costs.source_ms(step.source, step.num_rows) for step in state.steps if len(step.positions)]
     modelled_ms = float(costs.target_ms(len(pruned), state.position)) + sum(map(float, drafted_ms))
     acceptance.learn_round(len(tokens), len(verdict.path), len(pruned) - 1, modelled_ms)
@@ -72,10 +73,11 @@ def _learn_edges(state: RoundState, tokens: tuple[int, ...]) -> None:
     """Calibrate each scorer on what the target chose among the nodes that it scored."""
     tree, acceptance = state.tree, state.statistics.acceptance
     rows, accepted = labels(tree, tokens)
-    labelled = tree.nodes[rows]
-    for scorer in set(labelled["scorer"].tolist()):
-        own = labelled["scorer"] == scorer
-        acceptance.learn_edges(scorer, labelled["edge_score"][own], labelled["depth"][own], accepted[own])
+    scorers = tree.scorer[rows]
+    for scorer in set(scorers.tolist()):
+        own = scorers == scorer
+        labelled = rows[own]
+        acceptance.learn_edges(scorer, tree.edge_score[labelled], tree.depth[labelled], accepted[own])
 
 
 def labels(tree: DraftTree, tokens: Sequence[int]) -> tuple[Ints, Bools]:
@@ -87,7 +89,7 @@ def labels(tree: DraftTree, tokens: Sequence[int]) -> tuple[Ints, Bools]:
     """
     row, rows, chosen = 0, [], []
     for token in tokens:
-        children = np.flatnonzero(tree.parent == row)
+        children = (tree.parent == row).nonzero()[0]
         hit = tree.token[children] == token
         rows.append(children)
         chosen.append(hit)

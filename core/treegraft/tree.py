@@ -6,7 +6,6 @@ log probabilities (never above zero), the best n nodes by path score always form
 prefixes of larger ones; pruning, budgets and nested trees all rest on that.
 """
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,6 +25,8 @@ DEBUG = bool(os.environ.get("TREEGRAFT_DEBUG"))
 """Check every tree on construction: set the environment variable TREEGRAFT_DEBUG, or this, as tests do."""
 
 _MASK = 2**64 - 1
+_HASH: tuple[Any, ...] = (1, 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 32)  # odd multipliers: every step can be undone
+_ARRAY_HASH = tuple(np.array(number, np.uint64) for number in _HASH)  # converting a number takes longer than using it
 
 
 def child_uid(parent_uid: Any, token: Any) -> Any:
@@ -35,41 +36,26 @@ def child_uid(parent_uid: Any, token: Any) -> Any:
         parent_uid: uint64 array or int.
         token: an array of the same shape, or an int.
     """
-    if isinstance(token, np.ndarray):
-        token = token.astype(np.uint64)
-    # Python's constants serve both: arrays wrap by themselves, ints by the mask. Both multipliers are odd, so that
-    # every step can be undone.
-    x = ((parent_uid + (token + 1) * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9) & _MASK
-    return x ^ (x >> 32)
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array
+    is_array = isinstance(token, np.ndarray)
+    one, spread, mix, half = _ARRAY_HASH if is_array else _HASH
+    x = (parent_uid + ((token.astype(np.uint64) if is_array else token) + one) * spread) * mix
+    if not is_array:  # arrays wrap by themselves
+        x &= _MASK
+    return x ^ (x >> half)
 
 
 def _column(value: ArrayLike, dtype: Any) -> NDArray[Any]:
     """`value` as a read-only array of `dtype`; an array that is the caller's own is copied first."""
     array = np.asarray(value, dtype=dtype)
-    if array.flags.writeable and (array is value or array.base is not None):  # a tensor lends its memory
-        array = array.copy()
-    return _read_only(array)
-
-
-def _int16(value: ArrayLike) -> Ints:
-    return _column(value, np.int16)
-
-
-def _int32(value: ArrayLike) -> Ints:
-    return _column(value, np.int32)
+    if array.flags.writeable:
+        if array is value or array.base is not None:  # a tensor lends its memory
+            array = array.copy()
+        array.setflags(write=False)
+    return array
 
 
 def _int64(value: ArrayLike) -> Ints:
     return _column(value, np.int64)
-
-
-def _uint64(value: ArrayLike) -> NDArray[np.uint64]:
-    return _column(value, np.uint64)
 
 
 def _float64(value: ArrayLike) -> Floats:
@@ -85,7 +71,7 @@ class Expansion:
     """What one call of a drafter proposes: E nodes to attach below a tree's nodes or below each other.
 
     Attributes:
-        anchor: int32 [E]. `a >= 0` attaches to tree row a; `a < 0` to the earlier proposal `~a` of this expansion, so
+        anchor: int64 [E]. `a >= 0` attaches to tree row a; `a < 0` to the earlier proposal `~a` of this expansion, so
             that chains and whole subtrees fit in one call.
         token: int64 [E], ids in the target's vocabulary.
         log_prob: float64 [E] (nats), the drafter's log probability of the token given its path; finite and <= 0.
@@ -93,7 +79,7 @@ class Expansion:
         signals: what the drafter can say about this call (match confidence, block entropy, ...), by name.
     """
 
-    anchor: Ints = attrs.field(converter=_int32)
+    anchor: Ints = attrs.field(converter=_int64)
     token: Ints = attrs.field(converter=_int64)
     log_prob: Floats = attrs.field(converter=_float64)
     draft_probs: Any = None
@@ -126,135 +112,89 @@ class Expansion:
         """int [E]: how deep below the root of `tree` each proposal lies."""
         chained = self.chained
         depth = tree.depth[np.maximum(self.anchor, 0) if chained else self.anchor] + 1
-        for proposal in chained:
-            depth[proposal] = depth[~int(self.anchor[proposal])] + 1
+        for proposal, above in chained.items():
+            depth[proposal] = depth[above] + 1
         return depth
 
     @property
-    def chained(self) -> list[int]:
-        """The proposals that hang below an earlier one, a link of a chain or part of a subtree."""
-        chained: list[int] = (self.anchor < 0).nonzero()[0].tolist()
-        return chained
+    def chained(self) -> dict[int, int]:
+        """The proposals that hang below an earlier one, links of chains or parts of subtrees: that one of each."""
+        anchors = self.anchor.tolist()
+        if not anchors or min(anchors) >= 0:
+            return {}
+        return {proposal: ~anchor for proposal, anchor in enumerate(anchors) if anchor < 0}
 
     def __len__(self) -> int:
         return len(self.token)
 
 
-NODE = np.dtype(
-    [
-        ("token", np.int64),
-        ("parent", np.int32),
-        ("depth", np.int32),
-        ("edge_score", np.float64),
-        ("path_score", np.float64),
-        ("visited", np.int64),
-        ("uid", np.uint64),
-        ("draft_row", np.int32),
-        ("source", np.int16),
-        ("scorer", np.int16),
-        ("step", np.int16),
-    ],
-    align=True,
-)
-"""A node's record. One array of records, because every step makes new trees: two copies instead of eleven."""
-
-
-def _nodes(value: NDArray[np.void]) -> NDArray[np.void]:
-    return _read_only(value)
+COLUMNS = (
+    "token", "parent", "depth", "edge_score", "path_score", "source", "scorer", "step", "visited", "uid", "draft_row",
+)  # fmt: skip
+"""What a tree holds about each of its nodes."""
 
 
 @attrs.frozen(eq=False)
 class DraftTree:
     """A tree of drafted tokens below the last committed one (N nodes, the root included).
 
-    Row 0 is the root: the last committed token, not yet in the target's cache. Parents come before children. The
-    columns below are read-only views of `nodes`.
+    Row 0 is the root: the last committed token, not yet in the target's cache. Parents come before children. All
+    arrays are read-only.
 
     Attributes:
-        nodes: records [N] of dtype `NODE`.
+        token: int64 [N].
+        parent: int64 [N], always an earlier row; the root's is -1.
+        depth: int64 [N], the root's is 0.
+        edge_score: float64 [N], log probability of the token given its path, by its scorer's lights (nats, <= 0).
+        path_score: float64 [N], sum of edge scores from the root, whose own is 0: the only ranking key.
+        source: int64 [N], index of the source that proposed the node first; the root's is -1.
+        scorer: int64 [N], index of the source that scored it last; the root's is -1.
+        step: int64 [N], the step that created it, never falling from row to row; the root's is -1.
+        visited: int64 [N], bit s is set when source s has expanded the node.
+        uid: uint64 [N], a hash of the path: the key for whatever a drafter caches about a node.
+        draft_row: int64 [N], row of `draft_probs` that the token was sampled from; -1 for deterministic proposals.
         draft_probs: [Q, V] or None, distributions that sampled proposals were drawn from.
         num_steps: drafting steps begun so far (each `mark` begins one).
     """
 
-    nodes: NDArray[np.void] = attrs.field(converter=_nodes)
+    token: Ints
+    parent: Ints
+    depth: Ints
+    edge_score: Floats
+    path_score: Floats
+    source: Ints
+    scorer: Ints
+    step: Ints
+    visited: Ints
+    uid: NDArray[np.uint64]
+    draft_row: Ints
     draft_probs: Any = None
     num_steps: int = 0
 
     def __attrs_post_init__(self) -> None:
+        for name in COLUMNS:
+            getattr(self, name).setflags(write=False)
         if DEBUG:
             self.check()
 
     @classmethod
     def rooted(cls, token: int) -> "DraftTree":
         """The tree of a fresh round: the last committed token alone."""
-        nodes = np.zeros(1, NODE)
-        for name in ("parent", "draft_row", "source", "scorer", "step"):
-            nodes[name] = -1
-        nodes["token"] = token
-        nodes["uid"] = child_uid(0, int(token))
-        return cls(nodes)
-
-    # -- columns ------------------------------------------------------------------------------------------------------
-
-    @property
-    def token(self) -> Ints:
-        """int64 [N]."""
-        return self.nodes["token"]
-
-    @property
-    def parent(self) -> Ints:
-        """int32 [N], always an earlier row; the root's is -1."""
-        return self.nodes["parent"]
-
-    @property
-    def depth(self) -> Ints:
-        """int32 [N], the root's is 0."""
-        return self.nodes["depth"]
-
-    @property
-    def edge_score(self) -> Floats:
-        """float64 [N], log probability of the token given its path, by the scorer's lights (nats, <= 0); root 0."""
-        return self.nodes["edge_score"]
-
-    @property
-    def path_score(self) -> Floats:
-        """float64 [N], sum of edge scores from the root: the only ranking key."""
-        return self.nodes["path_score"]
-
-    @property
-    def visited(self) -> Ints:
-        """int64 [N], bit s is set when source s has expanded the node."""
-        return self.nodes["visited"]
-
-    @property
-    def uid(self) -> NDArray[np.uint64]:
-        """uint64 [N], a hash of the path: the key for whatever a drafter caches about a node."""
-        return self.nodes["uid"]
-
-    @property
-    def draft_row(self) -> Ints:
-        """int32 [N], row of `draft_probs` that the token was sampled from; -1 for deterministic proposals."""
-        return self.nodes["draft_row"]
-
-    @property
-    def source(self) -> Ints:
-        """int16 [N], index of the source that proposed the node first; the root's is -1."""
-        return self.nodes["source"]
-
-    @property
-    def scorer(self) -> Ints:
-        """int16 [N], index of the source that scored it last; the root's is -1."""
-        return self.nodes["scorer"]
-
-    @property
-    def step(self) -> Ints:
-        """int16 [N], the step that created it; the root's is -1."""
-        return self.nodes["step"]
+        uid = np.array([child_uid(0, token)], np.uint64)
+        return cls(np.array([token]), _NONE, _ZERO, _NO_SCORE, _NO_SCORE, _NONE, _NONE, _NONE, _ZERO, uid, _NONE)
 
     def __len__(self) -> int:
-        return len(self.nodes)
+        return len(self.token)
 
     # -- reading ------------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> NDArray[np.void]:
+        """The columns as records [N], a copy: to compare or to print whole trees."""
+        nodes = np.empty(len(self), [(name, getattr(self, name).dtype) for name in COLUMNS])
+        for name in COLUMNS:
+            nodes[name] = getattr(self, name)
+        return nodes
 
     def child(self, row: int, token: int) -> int | None:
         """The child of `row` that carries `token`, or None."""
@@ -271,7 +211,7 @@ class DraftTree:
 
     def visited_by(self, source: int) -> Bools:
         """bool [N]: the nodes that source has expanded."""
-        seen: Bools = (self.visited >> source) & 1 == 1
+        seen: Bools = self.visited & (1 << source) != 0
         return seen
 
     def leaves(self) -> Bools:
@@ -302,36 +242,53 @@ class DraftTree:
         """
         if not len(expansion):
             return self
-        size, anchor = len(self), expansion.anchor
-        uid, depth = self._identify(expansion), expansion.depths(self)
-        original = self._originals(anchor, uid)
-        is_new = original == np.arange(size, size + len(uid))
-        parent = anchor
-        if expansion.chained:
-            row_of = np.where(original < size, original, size - 1 + np.cumsum(is_new)[np.maximum(original - size, 0)])
-            parent = np.where(anchor >= 0, anchor, row_of[np.maximum(~anchor, 0)])
-
-        nodes = np.empty(size + int(is_new.sum()), NODE)
-        nodes[:size] = self.nodes
-        new = nodes[size:]
-        new["token"], new["edge_score"] = expansion.token[is_new], expansion.log_prob[is_new]
-        new["parent"], new["depth"], new["uid"] = parent[is_new], depth[is_new], uid[is_new]
-        new["source"] = new["scorer"] = source
-        new["step"], new["visited"] = max(self.num_steps - 1, 0), 0
-        draft_probs = self._draft_rows(expansion, is_new, new)
-
-        known = size  # rows whose path scores stand
-        if len(new) < len(uid):
-            merged = np.flatnonzero(original < size)
+        size, token, edge = len(self), expansion.token, expansion.log_prob
+        parent, depth, uid, path = self._attach(expansion)
+        new: Any = slice(None)  # the proposals that become nodes: all, if their paths are new and distinct
+        better = ()
+        known, paths = self.uid.tolist(), uid.tolist()
+        distinct = set(paths)
+        are_new = len(distinct) == len(paths) and distinct.isdisjoint(known)
+        if not are_new:
+            # The first row, or N + the first proposal, of the same path as each proposal.
+            first = {path: row for row, path in enumerate(known) if path in distinct}
+            original = np.array([first.setdefault(path, row) for row, path in enumerate(paths, size)])
+            is_new = original == np.arange(size, size + len(paths))
+            if expansion.chained:
+                every = np.concatenate([np.arange(size), original])
+                parent = ((every == np.arange(len(every))).cumsum() - 1)[every[parent]]
+            new, merged = is_new.nonzero()[0], (original < size).nonzero()[0]
+            token, edge, parent, depth, uid = token[new], edge[new], parent[new], depth[new], uid[new]
             better = merged[np.asarray(overrules, dtype=np.bool_)[self.scorer[original[merged]]]]
-            rows, edges = original[better], expansion.log_prob[better]
-            if (nodes["edge_score"][rows] != edges).any():
-                # Reversed, so that the first of several equal proposals is the one that counts.
-                nodes["edge_score"][rows[::-1]] = edges[::-1]
-                known = 1
-            nodes["scorer"][rows] = source
-        _score_paths(nodes, known)
-        return DraftTree(nodes, draft_probs, self.num_steps)
+        edge_score, scorer = np.concatenate([self.edge_score, edge]), _extended(self.scorer, source, len(token))
+        num_scored = size  # rows whose path scores stand
+        if len(better):
+            # Backwards, so that the first of several equal proposals is the one that counts.
+            rows = original[better[::-1]]
+            edge_score[rows], scorer[rows] = expansion.log_prob[better[::-1]], source
+            changed = (edge_score[:size] != self.edge_score).nonzero()[0]
+            num_scored = int(changed[0]) if len(changed) else size
+        parent = np.concatenate([self.parent, parent])
+        if are_new:
+            path_score = np.concatenate([self.path_score, path])
+        else:
+            path_score = _path_scores(self.path_score[:num_scored], parent, edge_score)
+        draft_row, draft_probs = self._draft_rows(expansion, new, len(token))
+        return DraftTree(
+            token=np.concatenate([self.token, token]),
+            parent=parent,
+            depth=np.concatenate([self.depth, depth]),
+            edge_score=edge_score,
+            path_score=path_score,
+            source=_extended(self.source, source, len(token)),
+            scorer=scorer,
+            step=_extended(self.step, max(self.num_steps - 1, 0), len(token)),
+            visited=_extended(self.visited, 0, len(token)),
+            uid=np.concatenate([self.uid, uid]),
+            draft_row=_extended(self.draft_row, draft_row, len(token)),
+            draft_probs=draft_probs,
+            num_steps=self.num_steps,
+        )
 
     def keep(self, mask: Bools) -> "DraftTree":
         """The nodes where `mask` [N] is True, which must be ancestor-closed and hold the root.
@@ -340,14 +297,15 @@ class DraftTree:
             InvariantError: the mask drops the root, or keeps a node whose parent it drops.
         """
         mask = np.asarray(mask, dtype=np.bool_)
-        if mask.shape != (len(self),) or not mask[0] or not mask[self.parent[1:]][mask[1:]].all():
+        rows = mask.nonzero()[0]
+        if mask.shape != (len(self),) or not mask[0] or not mask[self.parent[rows[1:]]].all():
             raise InvariantError(
                 "DraftTree.keep", f"a mask of shape {mask.shape} that is not ancestor-closed",
                 f"Allowed: bool [{len(self)}] that holds the root and the parent of every node it holds.",
             )  # fmt: skip
-        nodes = self.nodes[mask]
-        nodes["parent"][1:] = (np.cumsum(mask) - 1)[nodes["parent"][1:]]
-        return DraftTree(nodes, self.draft_probs, self.num_steps)
+        kept = {name: getattr(self, name)[rows] for name in COLUMNS}
+        kept["parent"][1:] = (mask.cumsum() - 1)[kept["parent"][1:]]
+        return DraftTree(**kept, draft_probs=self.draft_probs, num_steps=self.num_steps)
 
     def rescored(self, rows: Ints, log_prob: Floats, source: int, overrules: Sequence[bool] | Bools) -> "DraftTree":
         """Give `rows` [R] new edge scores `log_prob` [R]; path scores are recomputed from the root down.
@@ -356,60 +314,58 @@ class DraftTree:
         """
         rows = np.asarray(rows, dtype=np.int64)
         allowed = (rows > 0) & np.asarray(overrules, dtype=np.bool_)[self.scorer[rows]]
-        if not allowed.any():
-            return self
-        nodes = self.nodes.copy()
         rows = rows[allowed]
-        nodes["edge_score"][rows] = log_prob[allowed]
-        nodes["scorer"][rows] = source
-        _score_paths(nodes, 1, int(nodes["depth"][rows].min()))
-        return DraftTree(nodes, self.draft_probs, self.num_steps)
+        if not len(rows):
+            return self
+        edge_score, scorer = self.edge_score.copy(), self.scorer.copy()
+        edge_score[rows], scorer[rows] = log_prob[allowed], source
+        path_score = _path_scores(self.path_score[: rows.min()], self.parent, edge_score)
+        return self._with(edge_score, path_score, scorer, self.visited, self.num_steps)
 
     def mark(self, rows: Ints, source: int) -> "DraftTree":
         """Begin a drafting step: record that `source` expands `rows` [P]."""
-        nodes = self.nodes.copy()
-        nodes["visited"][rows] |= np.int64(1) << np.int64(source)
-        return DraftTree(nodes, self.draft_probs, self.num_steps + 1)
+        visited = self.visited.copy()
+        visited[rows] |= 1 << source
+        return self._with(self.edge_score, self.path_score, self.scorer, visited, self.num_steps + 1)
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _identify(self, expansion: Expansion) -> NDArray[np.uint64]:
-        """uids [E] of the proposals."""
-        anchor, token, chained = expansion.anchor, expansion.token, expansion.chained
-        if anchor.max() >= len(self) or (chained and (~anchor[chained] >= chained).any()):
+    def _with(self, edge_score: Floats, path_score: Floats, scorer: Ints, visited: Ints, num_steps: int) -> "DraftTree":
+        """The same nodes with these scores and visitors."""
+        # Several times faster than attrs.evolve, and called at every step.
+        return DraftTree(
+            self.token, self.parent, self.depth, edge_score, path_score, self.source, scorer, self.step, visited,
+            self.uid, self.draft_row, self.draft_probs, num_steps,
+        )  # fmt: skip
+
+    def _attach(self, expansion: Expansion) -> tuple[Ints, Ints, NDArray[np.uint64], Floats]:
+        """parent, depth, uid and path score [E] of the proposals; proposal i as a parent is row N + i."""
+        anchor, chained = expansion.anchor, expansion.chained
+        if anchor.max() >= len(self) or any(above >= proposal for proposal, above in chained.items()):
             raise InvariantError(
                 "Expansion.anchor", f"{anchor.tolist()} for a tree of {len(self)} nodes",
                 "Allowed: a row of the tree, or ~i for the earlier proposal i.",
             )  # fmt: skip
-        uid: NDArray[np.uint64] = child_uid(self.uid[np.maximum(anchor, 0) if chained else anchor], token)
-        for proposal in chained:
-            above = ~int(anchor[proposal])
-            uid[proposal] = child_uid(int(uid[above]), int(token[proposal]))
-        return uid
+        parent, row = anchor, anchor
+        if chained:
+            parent, row = np.where(anchor < 0, len(self) + ~anchor, anchor), np.maximum(anchor, 0)
+        depth, uid = self.depth[row] + 1, child_uid(self.uid[row], expansion.token)
+        path = self.path_score[row] + expansion.log_prob
+        for proposal, above in chained.items():
+            depth[proposal] = depth[above] + 1
+            uid[proposal] = child_uid(int(uid[above]), int(expansion.token[proposal]))
+            path[proposal] = path[above] + expansion.log_prob[proposal]
+        return parent, depth, uid, path
 
-    def _originals(self, anchor: Ints, uid: NDArray[np.uint64]) -> Ints:
-        """[E] the first row, or `N +` the first proposal, with the same path as each proposal."""
-        size = len(self)
-        rows: Ints = np.arange(size)
-        if anchor.min() >= 0:  # no chains: only children of the anchors can be repeated
-            anchored = np.zeros(size, np.bool_)
-            anchored[anchor] = True
-            rows = np.flatnonzero(anchored[self.parent[1:]]) + 1
-        paths = uid.tolist()
-        if not len(rows) and len(set(paths)) == len(paths):
-            return np.arange(size, size + len(paths))
-        first = dict(zip(self.uid[rows].tolist(), rows.tolist(), strict=True))
-        return np.array([first.setdefault(path, size + index) for index, path in enumerate(paths)])
-
-    def _draft_rows(self, expansion: Expansion, is_new: Bools, new: NDArray[np.void]) -> Any:
-        """Note in `new` which distribution each node was drawn from; returns all distributions."""
-        new["draft_row"] = -1
+    def _draft_rows(self, expansion: Expansion, new: Any, num_new: int) -> tuple[Any, Any]:
+        """Which distribution each of the `new` proposals was drawn from, and all distributions."""
         if expansion.draft_probs is None:
-            return self.draft_probs
-        probs = np.asarray(expansion.draft_probs)[is_new]
-        have = 0 if self.draft_probs is None else len(self.draft_probs)
-        new["draft_row"] = np.arange(have, have + len(new))
-        return _read_only(probs if self.draft_probs is None else np.concatenate([self.draft_probs, probs]))
+            return -1, self.draft_probs
+        probs = np.asarray(expansion.draft_probs)[new]
+        if self.draft_probs is not None:
+            probs = np.concatenate([self.draft_probs, probs])
+        probs.setflags(write=False)
+        return np.arange(len(probs) - num_new, len(probs)), probs
 
     def check(self) -> None:
         """Verify every invariant in the class's docstring.
@@ -420,7 +376,7 @@ class DraftTree:
         kids, up = np.arange(1, len(self)), self.parent[1:]
         # In this order: a rule may rely on those before it.
         rules: dict[str, Callable[[], bool]] = {
-            "read-only": lambda: not self.nodes.flags.writeable,
+            "read-only": lambda: not any(getattr(self, name).flags.writeable for name in COLUMNS),
             "the root first, and only one": lambda: len(self) > 0 and self.parent[0] == -1 and bool((up >= 0).all()),
             "parents before children": lambda: bool((up < kids).all()),
             "depth = parent's depth + 1": lambda: (
@@ -440,14 +396,23 @@ class DraftTree:
                 raise InvariantError("DraftTree", f"a tree of {len(self)} nodes breaks a rule", f"Rule: {rule}.")
 
 
-def _score_paths(nodes: NDArray[np.void], start: int, top: int = 1) -> None:
-    """Write the path scores of all nodes from row `start` and depth `top` on, level by level; others hold theirs."""
-    parent, depth, edge, path = (nodes[name] for name in ("parent", "depth", "edge_score", "path_score"))
-    if start == len(nodes) or parent[start:].max() < start:  # one level of new nodes
-        path[start:] = path[parent[start:]] + edge[start:]
-        return
-    order = np.argsort(depth[start:], kind="stable") + start
-    ends = np.cumsum(np.bincount(depth[start:])).tolist()
-    for begin, end in itertools.pairwise(ends[top - 1 :]):
-        rows = order[begin:end]
-        path[rows] = path[parent[rows]] + edge[rows]
+def _extended(column: Ints, value: Any, num_new: int) -> Ints:
+    """`column` and `num_new` more entries: `value`, a number or an array of them."""
+    size = len(column)
+    longer = np.empty(size + num_new, np.int64)
+    longer[:size], longer[size:] = column, value
+    return longer
+
+
+def _path_scores(known: Floats, parent: Ints, edge_score: Floats) -> Floats:
+    """Path scores [N], of which the first are `known` [K]; `parent` and `edge_score` [N] of all nodes."""
+    parent, edge_score = parent[len(known) :], edge_score[len(known) :]
+    if parent.max(initial=-1) < len(known):  # all others are children of these
+        return np.concatenate([known, known[parent] + edge_score])
+    paths = known.tolist()
+    for above, edge in zip(parent.tolist(), edge_score.tolist(), strict=True):
+        paths.append(paths[above] + edge)
+    return np.array(paths)
+
+
+_ZERO, _NONE, _NO_SCORE = np.zeros(1, np.int64), np.full(1, -1), np.zeros(1)  # of a root

@@ -1,7 +1,6 @@
 """Where a source may graft: which nodes of the shared tree it may draft below."""
 
 import attrs
-import numpy as np
 
 from treegraft.interfaces import PositionSelector, Source
 from treegraft.tree import DraftTree, Ints
@@ -17,8 +16,8 @@ class NewestSelector(PositionSelector):
     """
 
     def candidates(self, tree: DraftTree, source: Source) -> Ints:
-        newest = tree.step == tree.step.max()
-        return np.flatnonzero(newest & ~tree.visited_by(source.index)).astype(np.int64)
+        newest = tree.step == tree.step[-1]
+        return (newest & ~tree.visited_by(source.index)).nonzero()[0]
 
 
 @attrs.frozen
@@ -31,4 +30,4 @@ class UnvisitedSelector(PositionSelector):
     """
 
     def candidates(self, tree: DraftTree, source: Source) -> Ints:
-        return np.flatnonzero(~tree.visited_by(source.index)).astype(np.int64)
+        return (~tree.visited_by(source.index)).nonzero()[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from treegraft import tree as tree_module
 from treegraft.errors import InvariantError
 from treegraft.testing.strategies import draft_trees, expansions
-from treegraft.tree import NODE, DraftTree, Expansion, child_uid
+from treegraft.tree import COLUMNS, DraftTree, Expansion, child_uid
 
 FIRST, BOTH = [True, False], [True, True]
 
@@ -156,7 +156,7 @@ def test_keep_keeps_the_named_nodes_as_they_are(tree, data):
     kept.check()
     old = np.flatnonzero(mask)
     assert set(paths(kept)) == {path_tokens(tree, row) for row in old}
-    for name in NODE.names:
+    for name in COLUMNS:
         if name != "parent":
             assert np.array_equal(getattr(kept, name), getattr(tree, name)[old]), name
 
@@ -244,10 +244,7 @@ def test_draft_probs_follow_their_nodes():
 
 def changed(tree, **columns):
     """`tree` with other values in some columns."""
-    nodes = tree.nodes.copy()
-    for name, values in columns.items():
-        nodes[name] = values
-    return attrs.evolve(tree, nodes=nodes)
+    return attrs.evolve(tree, **{name: np.array(values, getattr(tree, name).dtype) for name, values in columns.items()})
 
 
 BROKEN = {
@@ -274,7 +271,7 @@ def test_check_sees_not_a_number_and_writable_columns():
     tree = DraftTree.rooted(0).append(Expansion([0], [1], [-1.0]), 0, FIRST)
     with pytest.raises(InvariantError, match="edge_score <= 0"):
         changed(tree, edge_score=[0.0, np.nan]).check()
-    tree.nodes.flags.writeable = True
+    tree.token.flags.writeable = True
     with pytest.raises(InvariantError, match="read-only"):
         tree.check()
 
