@@ -7,10 +7,11 @@ from treegraft.tree import Bools, DraftTree, Ints
 
 def ancestor_mask(tree: DraftTree) -> Bools:
     """bool [N, N]: entry (i, j) is True where node i sees node j, that is, j is i or one of its ancestors."""
-    mask = np.eye(len(tree), dtype=np.bool_)
-    for row, parent in enumerate(tree.parent.tolist()):
-        if parent >= 0:
-            mask[row] |= mask[parent]
+    size = len(tree)
+    mask = np.zeros((size, size), dtype=np.bool_)
+    mask.flat[:: size + 1] = True
+    for row, parent in enumerate(tree.parent[1:].tolist(), 1):
+        mask[row] |= mask[parent]
     return mask
 
 
@@ -21,4 +22,4 @@ def positions(tree: DraftTree, root_position: int) -> Ints:
         tree: N nodes.
         root_position: tokens before the root, that is, the length of the target's cache.
     """
-    return tree.depth.astype(np.int64) + root_position
+    return tree.depth + root_position

@@ -1,5 +1,7 @@
 """A slot-addressed cache: preallocated keys and values that tree nodes are written to once and picked from in place."""
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -115,7 +117,7 @@ class SlotCache(Cache):
         """The first `length` slots of every layer, as views."""
         return [(layer.keys.narrow(-2, 0, length), layer.values.narrow(-2, 0, length)) for layer in self.layers]
 
-    def keep(self, start: int, slots: Ints) -> None:
+    def keep(self, start: int, slots: Ints | Sequence[int]) -> None:
         """Keep the first `start` slots and, behind them and in this order, slots `start + slots` [k]; drop the rest.
 
         A leading run that is in place already is left alone: an accepted path often is all of that.

@@ -48,6 +48,7 @@ class TreeEngine:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocab_size: int = config.vocab_size
         self.max_length = _max_length(config)
+        self._dtype = model.dtype  # transformers looks through the parameters for it
         self._layout = MaskLayout.of(config)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.reset()
@@ -130,13 +131,13 @@ class TreeEngine:
         """
         slot_positions = np.concatenate([self._slot_positions, positions])
         key_positions = np.concatenate([np.arange(self.num_committed), slot_positions])
-        mask = self._layout.masks(visible, positions, key_positions, self.model.dtype, self.device)
+        mask = self._layout.masks(visible, positions, key_positions, self._dtype, self.device)
         output = self._run(tokens, positions, mask, hidden_layers, {})
         self._slot_positions = slot_positions
         return output.logits[0], _stacked(output, hidden_layers)
 
     @torch.inference_mode()
-    def commit(self, slots: Ints) -> None:
+    def commit(self, slots: Ints | Sequence[int]) -> None:
         """Make tree slots `slots` int [k] the committed continuation, in this order, and drop all others."""
         self._cache.keep(self.num_committed, slots)
         self.num_committed += len(slots)
@@ -151,9 +152,10 @@ class TreeEngine:
     ) -> Any:
         if hidden_layers:
             options = {**options, "output_hidden_states": list(hidden_layers)}
+        input_ids, position_ids = torch.from_numpy(np.stack([tokens, positions])).to(self.device)[:, None]
         return self.model(
-            input_ids=torch.tensor(tokens, device=self.device)[None],
-            position_ids=torch.tensor(positions, device=self.device)[None],
+            input_ids=input_ids,
+            position_ids=position_ids,
             attention_mask=mask,
             cache=self._cache,
             use_cache=True,

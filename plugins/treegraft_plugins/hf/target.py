@@ -76,7 +76,7 @@ class HFCausalLMTarget(TargetModel):
         return [Scores(*engine.forward(tree.token, where, ancestor_mask(tree), self._hidden_layers))]
 
     def commit(self, paths: Sequence[Ints]) -> None:
-        self._engine.commit(np.concatenate([[0], _only(paths, "paths")]))
+        self._engine.commit([0, *_only(paths, "paths").tolist()])
 
     def teacher_force(self, tokens: Ints, start: int) -> Iterator[Scores]:
         return teacher_force(self.model, tokens, start)
