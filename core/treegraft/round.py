@@ -99,13 +99,13 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     (scores,) = parts.target.score([pruned])
     sampler.begin(pruned, scores)
     laps.lap("target")
-    num_before = len(sampler.tokens)
+    num_before = sampler.num_emitted
     verdict = parts.verifier.verify(pruned, scores, sampler)
     laps.lap("verify")
     parts.target.commit([verdict.path])
     laps.lap("commit")
     _observe(parts.wants, request, scores, pruned, verdict, laps)
-    tokens = tuple(sampler.tokens[num_before:].tolist())
+    tokens = tuple(sampler.tokens[num_before - sampler.num_emitted :].tolist())
     verification_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
     learn(state, pruned, verdict, tokens, verification_ms, gains="gain" in parts.signals)
     laps.lap("learn")
@@ -172,8 +172,9 @@ def _draft_step(
         rescoring = drafter.rescore(tree, candidates, asked)
         own_ms += laps.source_lap(source.name)
         asked.check(rescoring)
-        edges = acceptance.calibrated(source.index, rescoring.log_prob, tree.depth[rescoring.rows])
-        tree = tree.rescored(rescoring.rows, edges, source.index, source.overrules)
+        if len(rescoring.rows):
+            edges = acceptance.calibrated(source.index, rescoring.log_prob, tree.depth[rescoring.rows])
+            tree = tree.rescored(rescoring.rows, edges, source.index, source.overrules)
         candidates, rescored, num_rows = rescoring.processed, rescoring.rows, drafter.num_rows
     best = np.lexsort((tree.depth[candidates], -tree.path_score[candidates]))[: source.width]
     tree = tree.mark(candidates[best], source.index)

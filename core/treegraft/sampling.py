@@ -158,13 +158,19 @@ class Scores:
         """float32 [N, V]: every row at once."""
         return self.tensor.to(torch.float32, copy=True)
 
+    def best(self, row: int) -> int:
+        """The row's arg-max, of equals the first."""
+        return int(self.tensor[row].float().cpu().numpy().argmax())  # 20 times faster than torch's for one row on a CPU
+
     def hidden(self, rows: Ints) -> torch.Tensor | None:
         """[T, layers, h] for `rows` [T], or None where nothing was asked for."""
         return None if self.hidden_states is None else self.hidden_states[torch.as_tensor(rows)]
 
     def top(self, rows: Ints, num_top: int) -> tuple[Ints, Floats]:
         """ids int64 [T, K] and log probabilities float64 [T, K] of the best K tokens after each of `rows` [T]."""
-        return top_tokens(self.tensor[torch.as_tensor(rows, device=self.tensor.device)], num_top)
+        return top_tokens(
+            self.tensor.index_select(0, torch.from_numpy(np.array(rows, np.int64)).to(self.tensor.device)), num_top
+        )
 
 
 def top_tokens(logits: torch.Tensor, num_top: int) -> tuple[Ints, Floats]:
@@ -292,7 +298,7 @@ class TokenSampler:
     def tokens(self) -> NDArray[np.int64]:
         """int64 [T], the prompt and everything emitted so far; a read-only view."""
         view = self._buffer[: self._size]
-        view.flags.writeable = False
+        view.setflags(write=False)
         return view
 
     @property
@@ -328,7 +334,7 @@ class TokenSampler:
         """
         if self.stop_reason is not None or self._scores is None:
             raise RuntimeError(f"TokenSampler.next: called after the end ({self.stop_reason}) or before begin().")
-        token = int(self._batched[row]) if self._batched is not None else self._choose(self._scores.logits(row))
+        token = int(self._batched[row]) if self._batched is not None else self._choose(self._scores, row)
         if self._size == len(self._buffer):
             self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
         self._buffer[self._size] = token
@@ -345,10 +351,11 @@ class TokenSampler:
         """int64 [1, T], a copy: a processor may keep it, or write to it."""
         return torch.tensor(self._buffer[: self._size], device=self._device)[None]
 
-    def _choose(self, logits: torch.Tensor) -> int:
+    def _choose(self, scores: Scores, node: int) -> int:
         rules = self.rules
         if rules.greedy and not (rules.processors or rules.keep_scores or rules.keep_logits):
-            return int(logits.cpu().numpy().argmax())  # numpy's is 20 times faster than torch's for one row on a CPU
+            return scores.best(node)
+        logits = scores.logits(node)
         row = logits[None] if rules.device is None else logits[None].to(rules.device)
         self._device = row.device
         if rules.keep_logits:

@@ -51,10 +51,12 @@ class LatencyCurve:
     def __call__(self, rows: ArrayLike) -> Floats:
         """Latency (ms) at `rows`, of the same shape."""
         wanted = np.asarray(rows, dtype=np.float64)
-        ms = np.interp(wanted, self.rows, self.ms)
-        if len(self.rows) > 1:
-            slope = max(0.0, (self.ms[-1] - self.ms[-2]) / (self.rows[-1] - self.rows[-2]))
-            ms = ms + slope * np.maximum(wanted - self.rows[-1], 0.0)
+        if len(self.rows) == 1:
+            same: Floats = np.zeros(wanted.shape) + self.ms[0]
+            return same
+        slope = max(0.0, (self.ms[-1] - self.ms[-2]) / (self.rows[-1] - self.rows[-2]))
+        beyond = slope * np.maximum(wanted - self.rows[-1], 0.0)
+        ms: Floats = np.interp(wanted, self.rows, self.ms) + beyond
         return ms
 
     def learn(self, rows: int, ms: float, near: float = 0.15, everywhere: float = 0.03) -> None:
@@ -155,19 +157,19 @@ class Calibration:
 
     def edge(self, log_prob: Floats, depth: Ints) -> Floats:
         """Calibrated edge scores (nats, <= 0) of raw log probabilities [E] at depths [E]."""
-        slope, intercept = self._line(depth)
-        edges: Floats = -np.logaddexp(0.0, -(slope * logit(log_prob) + intercept))
+        slope, intercept = self._lines_at(depth)
+        edges: Floats = -np.logaddexp(_ZERO, -(slope * logit(log_prob) + intercept))
         return edges
 
     def raw_logit(self, edge: Floats, depth: Ints) -> Floats:
         """The logit that `edge` was made from: the inverse of `edge()`, as long as nothing was learnt since."""
-        slope, intercept = self._line(depth)
-        raw: Floats = (logit(edge, clip=1e-12) - intercept) / slope
+        slope, intercept = self._lines_at(depth)
+        raw: Floats = (logit(edge, _WIDE) - intercept) / slope
         return raw
 
     def learn(self, logits: Floats, depth: Ints, accepted: ArrayLike) -> None:
         """Take in labelled proposals: raw logits [E], depths [E], and whether the target chose each."""
-        feature = _FEATURE[np.minimum(depth, _DEEPEST)]
+        feature = _FEATURE.take(depth, mode="clip")
         window = len(self._accepted)
         places = np.arange(self._num_seen, self._num_seen + len(logits)) % window
         self._features[0, places], self._features[2, places], self._features[3, places] = (
@@ -185,19 +187,20 @@ class Calibration:
         step = np.linalg.solve(curvature, gradient)
         # Short of the overshoot that a Newton step can take far from the optimum, and with slopes that stay positive
         # at every depth: a likelier token must not become the worse one.
-        self._weights = np.clip(self._weights - np.clip(step, -0.5, 0.5), _LOWEST, _HIGHEST)
+        step = np.minimum(np.maximum(step, -0.5), 0.5)
+        self._weights = np.minimum(np.maximum(self._weights - step, _LOWEST), _HIGHEST)
         self._weights[2] = max(self._weights[2], MIN_SLOPE - self._weights[0])
 
         self._draw_lines()
 
     def _draw_lines(self) -> None:
-        slope, intercept, deep_slope, deep_intercept = self._weights.tolist()
-        self._slope, self._intercept = slope + deep_slope * _FEATURE, intercept + deep_intercept * _FEATURE
+        line, deep_line = self._weights.reshape(2, 2, 1)
+        self._lines = line + deep_line * _FEATURE
 
-    def _line(self, depth: Ints) -> tuple[Floats, Floats]:
-        """Slope and intercept at each depth."""
-        at = np.minimum(depth, _DEEPEST)
-        return self._slope[at], self._intercept[at]
+    def _lines_at(self, depth: Ints) -> Floats:
+        """Slope and intercept [2, E] at each depth [E]."""
+        lines: Floats = self._lines.take(depth, axis=1, mode="clip")
+        return lines
 
 
 FIT_EVERY = 24  # labels
@@ -213,9 +216,18 @@ _DEEPEST = 8
 _FEATURE = np.log2(np.maximum(np.arange(_DEEPEST + 1), 1)) / np.log2(_DEEPEST)
 
 
-def logit(log_prob: Floats, clip: float = P_MIN) -> Floats:
-    """logit of exp(log_prob), the probability clipped to [clip, 1 - clip]."""
-    clipped = np.minimum(np.maximum(log_prob, math.log(clip)), math.log1p(-clip))
+def _clip(p_min: float) -> tuple[Floats, Floats]:
+    """The logs of `p_min` and of 1 - `p_min`; as arrays, since converting a number takes longer than using it."""
+    return np.array(math.log(p_min)), np.array(math.log1p(-p_min))
+
+
+_NARROW, _WIDE, _ZERO = _clip(P_MIN), _clip(1e-12), np.array(0.0)
+
+
+def logit(log_prob: Floats, clip: tuple[Floats, Floats] = _NARROW) -> Floats:
+    """logit of exp(log_prob), which is clipped to `clip`: by default its probability to [P_MIN, 1 - P_MIN]."""
+    lowest, highest = clip
+    clipped = np.minimum(np.maximum(log_prob, lowest), highest)
     odds: Floats = clipped - np.log(-np.expm1(clipped))
     return odds
 

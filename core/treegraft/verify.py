@@ -21,10 +21,7 @@ class MatchVerifier(Verifier):
     accepts: ClassVar[frozenset[str]] = frozenset({"deterministic"})
 
     def verify(self, tree: DraftTree, scores: Scores, sampler: TokenSampler) -> Verdict:
-        children = {
-            (parent, token): row
-            for row, (parent, token) in enumerate(zip(tree.parent.tolist(), tree.token.tolist(), strict=True))
-        }
+        children = dict(zip(zip(tree.parent.tolist(), tree.token.tolist(), strict=True), range(len(tree)), strict=True))
         path: list[int] = []
         row = 0
         while True:

@@ -51,7 +51,7 @@ class FixedCosts(CostModel):
 
     def source_ms(self, name: str, rows: ArrayLike) -> Floats:
         curve = self.sources.get(name)
-        return curve(rows) if curve is not None else np.zeros_like(np.asarray(rows), dtype=np.float64)
+        return curve(rows) if curve is not None else np.asarray(rows) * 0.0
 
     def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
         unknown = set(self.sources) - {source.name for source in sources}
