@@ -6,12 +6,15 @@ import re
 import attrs
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from treegraft.bench import intervals
 from treegraft.bench.intervals import Work, ratio
+from treegraft.bench.plots import arm_looks, draw_plots
 from treegraft.bench.records import Record, Round, write_manifest, write_records
 from treegraft.bench.report import compare_runs, markdown
 from treegraft.bench.summary import PARTS, Row, summarize, write_summary
+from treegraft.cli import main
 
 MANIFEST = {
     "complete": True,
@@ -82,6 +85,14 @@ def test_an_arm_that_cannot_tell_its_prefill_has_no_rate_without_it():
     assert rows["fast"]["tokens_per_second_decode"] is None
     assert rows["fast"]["ratio_to_plain_decode"] is None
     assert rows["fast"]["ratio_to_plain"] is not None
+
+
+def test_a_request_that_prefill_answers_has_no_rate_without_it():
+    whole = record("hf_plain", num_tokens=1, ms=30.0, prefill_ms=30.0, num_prefill_tokens=1)
+    rows = rows_of([record("plain", num_tokens=1, ms=30.0), whole])
+    assert rows["hf_plain"]["tokens_per_second"] == pytest.approx(1 / 0.03)
+    assert rows["hf_plain"]["tokens_per_second_decode"] is rows["hf_plain"]["ratio_to_plain_decode"] is None
+    assert rows["plain"]["tokens_per_second_decode"] == pytest.approx(1 / 0.01)
 
 
 def test_ratios_pair_requests_and_are_medians_over_repeats():
@@ -419,6 +430,51 @@ def test_a_ratio_within_plains_own_spread_is_marked(some_records):
     assert "| ~0.94" in markdown(manifest, summarize(manifest, records, []), [], [])
 
 
+# -- plots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def figures(some_records):
+    """Plots of a run at two temperatures: at the second, rounds accept far less and the arm gains far more."""
+    hotter = [
+        attrs.evolve(
+            each, temperature=0.8, total_ms=each.total_ms / (5 if each.arm == "fast" else 1),
+            rounds=each.rounds and [a_round(accepted) for accepted in (0,) * 18 + (1, 2)],
+        )
+        for each in some_records
+    ]  # fmt: skip
+    records = [*some_records, *hotter]
+    return draw_plots(summarize(manifest_of(records), records, []))
+
+
+def test_every_panel_shows_all_that_is_drawn_in_it(figures):
+    num_lines = 0
+    for name, figure in figures.items():
+        for panel in figure.axes:
+            (left, right), (low, high) = panel.get_xlim(), sorted(panel.get_ylim())
+            for line in panel.lines:
+                num_lines += 1
+                x, y = (np.asarray(each, dtype=float) for each in line.get_data())
+                assert ((left <= x) & (x <= right) & (low <= y) & (y <= high)).all(), name
+    assert num_lines > 10
+
+
+def test_axes_have_names_and_arms_one_look_in_all_plots(figures):
+    colours = {}
+    for name, figure in figures.items():
+        assert figure.get_suptitle()
+        first, *_ = figure.axes
+        assert first.get_xlabel() and first.get_ylabel(), name
+        for panel in figure.axes:
+            for line in panel.lines:
+                if line.get_label() in ("plain", "fast"):
+                    colours.setdefault(line.get_label(), set()).add(line.get_color())
+    assert {arm: len(found) for arm, found in colours.items()} == {"fast": 1, "plain": 1}
+    assert arm_looks(["plain", "a", "b"])["a"] == arm_looks(["a", "plain (again)", "b"])["a"]
+    looks = arm_looks([f"arm {number}" for number in range(40)])
+    assert len(set(looks.values())) == 40
+
+
 # -- several runs -----------------------------------------------------------------------------------------------------
 
 
@@ -451,7 +507,8 @@ def test_runs_are_compared_arm_by_arm(two_runs):
         ({"dtype": "bfloat16"}, "second differs from first in dtype: bfloat16, not float32"),
         ({"device": "cuda"}, "device"),
         ({"versions": {"treegraft": "0.1.0", "torch": "2.14.0"}}, "versions.torch: 2.14.0, not 2.13.0"),
-        ({"prompts": [{"file": "other.jsonl"}]}, "prompts"),
+        ({"prompts": [{"file": "prompts.jsonl", "sha256": "cd", "num_prompts": 2}]}, "prompts: file prompts"),
+        ({"machine": {"num_cores": 64}}, "machine.num_cores: 64, not -"),
         ({"settings": {"seed": 2, "repeats": 2}}, "settings.seed: 2, not 1"),
         ({"models": {"target": "elsewhere"}}, "models.target"),
         ({"complete": False}, "second is not valid: The run has not finished"),
@@ -461,6 +518,11 @@ def test_runs_that_differ_in_what_they_measured_are_warned_about(two_runs, manif
     warnings = compare_runs(two_runs(**manifest)).warnings
     assert len(warnings) == 1
     assert expected in warnings[0]
+
+
+def test_the_same_prompts_elsewhere_are_the_same(two_runs):
+    moved = [each | {"file": "elsewhere/prompts.jsonl"} for each in MANIFEST["prompts"]]
+    assert not compare_runs(two_runs(prompts=moved)).warnings
 
 
 def test_settings_of_arms_are_compared_where_both_runs_have_the_arm(tmp_path, some_records):
@@ -485,3 +547,21 @@ def test_folders_of_one_name_are_told_apart(tmp_path, some_records):
     assert {row["run"] for row in compare_runs(folders).rows} == {"a/run", "b/run"}
     with pytest.raises(ValueError, match="twice"):
         compare_runs([folders[0], folders[0]])
+
+
+def test_the_command_prints_one_table_and_warns_on_stderr(two_runs):
+    folders = [str(folder) for folder in two_runs(dtype="bfloat16")]
+    result = CliRunner().invoke(main, ["bench", "report", *folders])
+    assert result.exit_code == 0
+    assert re.search(r"^0 +16 +fast +second +2 ", result.stdout, re.MULTILINE)
+    assert "warning: second differs from first in dtype: bfloat16, not float32." in result.stderr
+    as_json = CliRunner().invoke(main, ["bench", "report", *folders, "--json"])
+    found = json.loads(as_json.stdout)
+    assert len(found["warnings"]) == 1
+    assert {row["run"] for row in found["rows"]} == {"first", "second"}
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path):
+    result = CliRunner().invoke(main, ["bench", "report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "no readable manifest.json" in result.stderr

@@ -19,6 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 BASES = {PLAIN: ("#000000", "."), AGAIN: ("#999999", "."), HF_PLAIN: ("#555555", "x")}
 """Arms that look the same in every run."""
+RATIOS = "ratio_by_category"
 MIN_ROUNDS = 10  # a share of fewer is not drawn
 MAX_ACROSS = 3  # panels
 
@@ -42,31 +43,42 @@ class Look:
 
 
 def write_plots(folder: Path, manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Path]:
-    """Draw a run's plots into `folder`; returns the files, in order. What no arm can tell is not drawn."""
-    rows = summary["rows"]
-    if not rows:
+    """Draw a run's plots into `folder`; returns the files, in order."""
+    if not summary["rows"]:
         return []
+    folder.mkdir(parents=True, exist_ok=True)
+    caption = _caption(manifest, [row for row in summary["rows"] if row["category"] is None])
+    captions = {RATIOS: f"bars: 95 % bootstrap intervals over prompts; {caption}"}
+    return [
+        _save(figure, folder / f"{name}.png", captions.get(name, caption))
+        for name, figure in draw_plots(summary).items()
+    ]
+
+
+def draw_plots(summary: Mapping[str, Any]) -> dict[str, Figure]:
+    """The plots of a summary by name; what no arm can tell is not drawn."""
+    rows, tables = summary["rows"], summary["calibration"]
     looks = arm_looks(dict.fromkeys(row["arm"] for row in rows))
     overall = [row for row in rows if row["category"] is None]
-    told = [row for row in overall if row["accepted_histogram"] and row["accepted_per_round"]]
-    drawn: dict[str, Figure] = {
-        "ratio_by_category": _grid(rows, "Throughput against plain decoding", _draw_ratios, looks)
+    drawn = {
+        RATIOS: _grid(rows, "Throughput against plain decoding", _draw_ratios, looks),
+        "accepted_histogram": _grid(
+            [row for row in overall if row["accepted_per_round"]],
+            "Accepted draft tokens a round",
+            _draw_histogram,
+            looks,
+        ),
+        "time_split": _grid(
+            [row for row in overall if row["time_split"]], "Where the time goes", _draw_time, looks, from_zero=False
+        ),
+        "acceptance_by_depth": _grid(
+            [row for row in overall if row["by_depth"]], "Acceptance by depth", _draw_depths, looks
+        ),
     }
-    if told:
-        drawn["accepted_histogram"] = _grid(told, "Accepted draft tokens a round", _draw_histogram, looks)
-    timed = [row for row in overall if row["time_split"]]
-    if timed:
-        drawn["time_split"] = _grid(timed, "Where the time goes", _draw_time, looks)
-    deep = [row for row in overall if row["by_depth"]]
-    if deep:
-        drawn["acceptance_by_depth"] = _grid(deep, "Acceptance by depth", _draw_depths, looks)
-    for source in dict.fromkeys(each["source"] for each in summary["calibration"]):
-        own = [each for each in summary["calibration"] if each["source"] == source]
+    for source in dict.fromkeys(table["source"] for table in tables):
+        own = [table for table in tables if table["source"] == source]
         drawn[f"reliability_{source}"] = _grid(own, f"Reliability of scores: {source}", _draw_reliability, looks)
-    folder.mkdir(parents=True, exist_ok=True)
-    caption = _caption(manifest, overall)
-    captions = {"ratio_by_category": f"bars: 95 % bootstrap intervals over prompts; {caption}"}
-    return [_save(figure, folder / f"{name}.png", captions.get(name, caption)) for name, figure in drawn.items()]
+    return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def arm_looks(arms: Sequence[str] | Mapping[str, Any]) -> dict[str, Look]:
@@ -93,9 +105,15 @@ def _save(figure: Figure, path: Path, caption: str) -> Path:
 
 
 def _grid(
-    rows: Rows, title: str, draw: Callable[[Axes, Rows, dict[str, Look]], None], looks: dict[str, Look]
-) -> Figure:
-    """A panel for each temperature and length, and one legend for all."""
+    rows: Rows,
+    title: str,
+    draw: Callable[[Axes, Rows, dict[str, Look]], None],
+    looks: dict[str, Look],
+    from_zero: bool = True,
+) -> Figure | None:
+    """A panel for each temperature and length, on one scale, and one legend for all; None without rows."""
+    if not rows:
+        return None
     cells: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         cells.setdefault((row["temperature"], row["max_new_tokens"]), []).append(row)
@@ -109,6 +127,8 @@ def _grid(
         for panel, ((temperature, length), own) in zip(panels, cells.items(), strict=False):
             draw(panel, own, looks)
             panel.set_title(f"temperature {temperature:g}, {length} tokens", fontsize=9)
+        if from_zero:  # once all is drawn: a limit set before would not grow with the panels that follow
+            panels[0].set_ylim(bottom=0)
         for panel in grid[:, 1:].flatten():
             panel.set_ylabel("")
         for panel in panels[len(cells) :]:
@@ -154,7 +174,6 @@ def _draw_ratios(axes: Axes, rows: Rows, looks: dict[str, Look]) -> None:
     axes.set_xticks(list(places.values()), labels, rotation=30 if len(places) > 4 else 0, fontsize=8)
     axes.set_xlabel("category of prompts")
     axes.set_ylabel("tokens/s, ratio to plain")
-    axes.set_ylim(bottom=0)
 
 
 def _draw_histogram(axes: Axes, rows: Rows, looks: dict[str, Look]) -> None:
@@ -165,7 +184,6 @@ def _draw_histogram(axes: Axes, rows: Rows, looks: dict[str, Look]) -> None:
         _line(axes, xs, shares, looks[row["arm"]], row["arm"])
     axes.set_xlabel("accepted draft tokens in a round")
     axes.set_ylabel("share of rounds")
-    axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

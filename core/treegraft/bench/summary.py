@@ -152,7 +152,7 @@ def _rows(arms: Iterable[str], records: Sequence[Record], category: str | None) 
         to_plain, to_faster = ratio(works[arm], works.get(PLAIN)), ratio(works[arm], works.get(faster or ""))
         without_prefill = ratio(decode_works.get(arm), decode_works.get(PLAIN))
         rates = works[arm].tokens_per_second()
-        decode = decode_works[arm].tokens_per_second() if arm in decode_works else None
+        decode = decode_works[arm].tokens_per_second() if arm in decode_works else ()
         rows.append(
             Row(
                 arm=arm,
@@ -164,8 +164,8 @@ def _rows(arms: Iterable[str], records: Sequence[Record], category: str | None) 
                 num_new_tokens=sum(record.num_new_tokens for record in own),
                 tokens_per_second=float(np.median(rates)),
                 tokens_per_second_range=_range(rates),
-                tokens_per_second_decode=None if decode is None else float(np.median(decode)),
-                tokens_per_second_decode_range=None if decode is None else _range(decode),
+                tokens_per_second_decode=float(np.median(decode)) if len(decode) else None,
+                tokens_per_second_decode_range=_range(decode) if len(decode) else None,
                 ratio_to_plain=to_plain.value,
                 ratio_interval=to_plain.interval,
                 ratio_range=to_plain.range,
@@ -203,7 +203,7 @@ def _works(records: Sequence[Record], decode: bool = False) -> dict[str, Work]:
         place = repeats[record.repeat], prompts[_prompt(record)]
         tokens, ms = record.num_new_tokens, record.total_ms
         if decode and record.prefill_ms is not None:
-            tokens, ms = max(0, tokens - record.num_prefill_tokens), ms - record.prefill_ms
+            tokens, ms = max(0, tokens - record.num_prefill_tokens), max(0.0, ms - record.prefill_ms)
         works[record.arm].tokens[place], works[record.arm].ms[place] = tokens, ms
     return works
 
