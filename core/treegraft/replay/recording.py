@@ -245,14 +245,17 @@ class _RecordedScores(Scores):
     vocab_size: int
     position_of: dict[int, int]
 
-    def logits(self, row: int) -> torch.Tensor:
+    def best(self, row: int) -> int:
         position = self.position_of.get(row)
         if position is None or position + 1 >= len(self.recording.text):
             raise RequestError(
                 "replay", f"row {row} of a tree, off the recorded path", "Allowed: verifiers that read the path alone."
             )
+        return int(self.recording.text[position + 1])
+
+    def logits(self, row: int) -> torch.Tensor:
         logits = torch.zeros(self.vocab_size)
-        logits[int(self.recording.text[position + 1])] = 1.0
+        logits[self.best(row)] = 1.0
         return logits
 
     def batch(self) -> torch.Tensor:
