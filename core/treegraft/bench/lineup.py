@@ -1,6 +1,7 @@
 """From names on a command line to arms that share one target: what there is, what an override reaches, what fits."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +104,20 @@ def resolve_arms(
     everywhere = [text for text in overrides if _head(text)[0] in _EVERYWHERE]
     models = [text for text in everywhere if _head(text)[0] == "models"]
 
-    bare = {name: resolve(name, models, registry=registry, plugins=plugins) for name in own}
-    _check_reach(overrides, bare)
-    pipelines = {
-        name: resolve(
-            name, [text for text in overrides if _reaches(text, pipeline)], registry=registry, plugins=plugins
-        )
-        for name, pipeline in bare.items()
-    }
+    find = partial(resolve, registry=registry, plugins=plugins)
+    pipelines = {name: find(name, models) for name in own}
+    if len(models) < len(overrides):
+        _check_reach(overrides, pipelines)
+        pipelines = {
+            name: find(name, [text for text in overrides if _reaches(text, pipeline)])
+            for name, pipeline in pipelines.items()
+        }
     if PLAIN in pipelines:
         pipelines[AGAIN] = pipelines[PLAIN]
-    base = pipelines[own[0]] if own else resolve(PLAIN, everywhere, registry=registry, plugins=plugins)
+    base = pipelines[own[0]] if own else find(PLAIN, everywhere)
     _check_targets(base, pipelines)
     needs_middle = any(RIVALS[name] for name in rivals)
-    middle = resolve("all_middle", models, registry=registry, plugins=plugins) if needs_middle else base
+    middle = find("all_middle", models) if needs_middle else base
     return Lineup((*names, AGAIN) if PLAIN in names else tuple(names), pipelines, base, rivals, middle)
 
 
@@ -136,7 +137,7 @@ def _check_reach(overrides: Sequence[str], pipelines: dict[str, ResolvedPipeline
     sources = sorted({name for pipeline in pipelines.values() for name in pipeline.sources})
     for text in overrides:
         head = _head(text)
-        if head[0] == "models" or any(_reaches(text, pipeline) for pipeline in pipelines.values()):
+        if head[0] in _EVERYWHERE or any(_reaches(text, pipeline) for pipeline in pipelines.values()):
             continue
         if head[0] == "sources" and len(head) > 1:
             raise ComposeError(
