@@ -15,6 +15,7 @@ def treegraft_register(register: Register) -> None:
     from treegraft_plugins.hf.drafter import HFCausalLMDrafter
     from treegraft_plugins.hf.heads.drafter import HeadsDrafter
     from treegraft_plugins.hf.target import HFCausalLMTarget
+    from treegraft_plugins.schedulers.distilled import DistilledScheduler
     from treegraft_plugins.schedulers.fixed import FixedScheduler
     from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
     from treegraft_plugins.schedulers.opt_tree import OptTreeScheduler
@@ -32,6 +33,7 @@ def treegraft_register(register: Register) -> None:
     register("overwrite", graft_policies.Overwrite)
     register("fixed", FixedScheduler)
     register("gain_over_cost", GainOverCostScheduler)
+    register("distilled", DistilledScheduler)
     register("opt_tree", OptTreeScheduler)
     register("fixed", budgets.FixedBudget)
     register("gain_over_cost", budgets.GainOverCostBudget)

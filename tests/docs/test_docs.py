@@ -17,6 +17,8 @@ from transformers import GenerationConfig
 
 from treegraft.cli import COMMANDS, main, with_debug
 from treegraft.cli.bench import SUBCOMMANDS
+from treegraft.cli.fit import COMMANDS as FITS
+from treegraft.cli.fit import fit
 from treegraft.interfaces import ModelSpec
 from treegraft.plugins import installed_plugins, load_plugins
 from treegraft.registry import Registry
@@ -89,14 +91,18 @@ def test_files_of_the_example_are_shown_as_they_are():
 
 
 def command_of(name):
-    """`run`, or `bench report`."""
+    """`run`, `bench report`, or `fit collect`."""
     if name in COMMANDS:
         return main.get_command(click.Context(main), name)
+    if name.startswith("fit "):
+        return fit.get_command(click.Context(fit), name.removeprefix("fit "))
     module, attribute = SUBCOMMANDS[name.removeprefix("bench ")].split(":")
     return with_debug(getattr(importlib.import_module(module), attribute))
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in SUBCOMMANDS)])
+@pytest.mark.parametrize(
+    "name", [*COMMANDS, *(f"bench {name}" for name in SUBCOMMANDS), *(f"fit {name}" for name in FITS)]
+)
 def test_the_command_line_reference_lists_every_option_and_no_other(name):
     text = (ROOT / "docs" / "cli.md").read_text()
     section = re.search(rf"^## treegraft {name}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
