@@ -179,6 +179,14 @@ def test_bad_use_is_refused_before_anything_is_loaded(monkeypatch, tmp_path, wor
     assert not (tmp_path / "new").exists()
 
 
+def test_without_the_extra_nothing_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr("treegraft.bench.records.find_spec", lambda name: None)
+    monkeypatch.setattr("treegraft.cli.bench_costs.build", lambda *_: pytest.fail("models were loaded"))
+    result = CliRunner().invoke(main, ["bench", "costs", "--out", str(tmp_path / "new")])
+    assert result.exit_code == 2
+    assert "treegraft[bench]" in result.output
+
+
 def test_a_folder_in_use_is_refused(written):
     _, out = written
     result = CliRunner().invoke(main, ["bench", "costs", "--out", str(out)])

@@ -14,7 +14,10 @@ from treegraft.errors import RequestError
 Object = dict[str, Any]
 
 MAX_LISTED = 20  # divergences; all of them are in divergences.jsonl
-FACTS = ("versions", "device", "dtype", "num_threads", "batch_size", "models", "prompts", "settings", "overrides")
+FACTS = (
+    "versions", "machine", "device", "device_name", "dtype", "num_threads", "batch_size", "models", "prompts",
+    "settings", "overrides",
+)  # fmt: skip
 """Keys of a manifest in which runs that are compared should agree."""
 
 
@@ -308,11 +311,18 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str
     pairs += [(f"settings of {arm}", ours["arm_settings"][arm], theirs["arm_settings"][arm]) for arm in sorted(shared)]
     found = []
     for name, left, right in pairs:
+        if name == "prompts" and _contents(left) == _contents(right):
+            continue  # wherever the files lie
         mine, other = _flat(name, left), _flat(name, right)
         for key in dict.fromkeys([*mine, *other]):
             if mine.get(key) != other.get(key):
                 found.append(f"{key}: {_plainly(other.get(key))}, not {_plainly(mine.get(key))}.")
     return found
+
+
+def _contents(prompts: Any) -> Any:
+    """What there is to tell prompt files apart but their paths."""
+    return prompts and [{name: value for name, value in each.items() if name != "file"} for each in prompts]
 
 
 def _flat(path: str, value: Any) -> dict[str, Any]:

@@ -72,9 +72,9 @@ def costs(
     PIPELINE (by default treegraft) says whose target and sources. DIR/costs.json is a cost table for
     costs={use: file, path: DIR/costs.json}: with it, runs can be repeated exactly.
     """
-    from treegraft.bench.plots import write_costs_plot  # matplotlib, once it is known to be there
+    require_packages(["matplotlib"])
+    from treegraft.bench.plots import write_costs_plot  # once what it needs is known to be there
 
-    require_packages()
     named, overrides = ([word for word in words if ("=" in word) == wanted] for wanted in (False, True))
     if len(named) > 1:
         raise click.UsageError(f"{' '.join(named)}: one PIPELINE at most.")
