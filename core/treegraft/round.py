@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import attrs
 import numpy as np
@@ -27,6 +26,9 @@ from treegraft.interfaces import (
 from treegraft.learn import learn
 from treegraft.sampling import Scores, TokenSampler
 from treegraft.tree import DraftTree, Expansion, Ints
+
+_NO_ROWS: Ints = np.zeros(0, np.int64)
+_NO_ROWS.setflags(write=False)
 
 
 class Laps:
@@ -153,22 +155,21 @@ def _draft_step(
 ) -> StepRecord:
     """One source's step: rescore, choose positions, draft, graft."""
     tree, drafter, acceptance = state.tree, source.drafter, state.statistics.acceptance
-    question = partial(
-        DraftRequest,
-        branching=source.branching,
-        max_nodes=source.width * source.branching + max_nodes,
-        max_depth=_max_depth(source, state),
-        vocab_size=request.vocab_size,
-        committed=request.sampler.tokens,
-        edge_scorer=source.edge_scorer,
-        source=source.index,
-    )
-    rescored: Ints = np.zeros(0, np.int64)
+    max_nodes, max_depth = source.width * source.branching + max_nodes, _max_depth(source, state)
+    committed = request.sampler.tokens
+
+    def question(tree: DraftTree, positions: Ints) -> DraftRequest:
+        return DraftRequest(
+            tree, positions, source.branching, max_nodes, max_depth, request.vocab_size, committed,
+            source.edge_scorer, source.index,
+        )  # fmt: skip
+
+    rescored = _NO_ROWS
     own_ms = 0.0
     num_rows = 0
     if source.rescore:
         laps.lap("build")
-        asked = question(tree, np.zeros(0, np.int64))
+        asked = question(tree, _NO_ROWS)
         rescoring = drafter.rescore(tree, candidates, asked)
         own_ms += laps.source_lap(source.name)
         asked.check(rescoring)
@@ -208,8 +209,7 @@ def opening_state(parts: Parts, request: Request) -> RoundState:
 
 
 def _idle_step(name: str, tree: DraftTree) -> StepRecord:
-    nothing = np.zeros(0, np.int64)
-    return StepRecord(name, tree, tree, nothing, Expansion.empty(), nothing, num_rows=0, latency_ms=0.0)
+    return StepRecord(name, tree, tree, _NO_ROWS, Expansion.empty(), _NO_ROWS, num_rows=0, latency_ms=0.0)
 
 
 def _max_depth(source: Source, state: RoundState) -> int:
@@ -233,7 +233,7 @@ def _observe(wants: Wants, request: Request, scores: Scores, pruned: DraftTree, 
     """Tell the drafters which tokens passed through the target, and what it said after each."""
     if not request.sources:
         return
-    rows = np.concatenate([np.zeros(1, np.int64), verdict.path])
+    rows = np.array([0, *verdict.path.tolist()])
     top_ids, top_log_probs = scores.top(rows, wants.num_top) if wants.num_top else (None, None)
     seen = Observation(pruned.token[rows], top_ids, top_log_probs, scores.hidden(rows))
     laps.lap("learn")

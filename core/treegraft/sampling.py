@@ -176,7 +176,7 @@ class Scores:
 def top_tokens(logits: torch.Tensor, num_top: int) -> tuple[Ints, Floats]:
     """The best K tokens of each row of `logits` [T, V]: ids int64 [T, K], log probabilities float64 [T, K] (nats)."""
     log_probs, ids = logits.float().log_softmax(-1).topk(min(num_top, logits.shape[-1]), dim=-1)
-    return ids.cpu().numpy(), log_probs.double().cpu().numpy()
+    return ids.cpu().numpy(), log_probs.cpu().numpy().astype(np.float64)
 
 
 @attrs.frozen

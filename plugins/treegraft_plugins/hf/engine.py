@@ -152,7 +152,7 @@ class TreeEngine:
     ) -> Any:
         if hidden_layers:
             options = {**options, "output_hidden_states": list(hidden_layers)}
-        input_ids, position_ids = torch.from_numpy(np.stack([tokens, positions])).to(self.device)[:, None]
+        input_ids, position_ids = torch.from_numpy(np.array([tokens, positions])).to(self.device)[:, None]
         return self.model(
             input_ids=input_ids,
             position_ids=position_ids,

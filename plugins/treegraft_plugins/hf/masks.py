@@ -57,7 +57,7 @@ def _mask(
     num_rows, num_keys = len(positions), len(key_positions)
     # Siblings share a position, so a window is a bound on positions: slots would count siblings as distance.
     windowed = window is not None and int(positions.max()) - int(key_positions.min()) >= window
-    if num_rows == 1 and not windowed and visible.all():
+    if num_rows == 1 and not windowed and (visible.size == 1 or visible.all()):  # each row sees itself
         return None
     mask = torch.zeros((1, 1, num_rows, num_keys), dtype=dtype, device=device)
     hidden = ~visible
