@@ -126,3 +126,11 @@ def test_the_draft_length_is_searched_for_each_temperature(pipeline, prompt):
     assert len(calls) == 2 * (1 + 2 * 4), "one to warm up, then every length on every prompt"
     arm.choose(found)
     assert (arm.length(GREEDY), arm.length(SAMPLED)) == (3, 5)
+
+
+@pytest.mark.parametrize(("best", "tried"), [(16, [2, 3, 5, 8, 16, 32]), (999, [2, 3, 5, 8, 16, 32, 64])])
+def test_the_search_goes_on_while_the_longest_is_the_best(pipeline, prompt, best, tried):
+    arm = AssistedGenerate(pipeline.target.model, load_causal_lm(ModelSpec("demo:middle"))[0])
+    found = arm.tune([prompt], [GREEDY], lambda ids, request: 1000.0 - abs(arm.length(request) - best))
+    assert found["0.0"]["chosen"] == min(best, 64)
+    assert list(map(int, found["0.0"]["tokens_per_second"])) == tried

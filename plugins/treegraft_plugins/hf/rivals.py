@@ -19,6 +19,8 @@ from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.rules import split_rules
 from treegraft_plugins.hf.target import HFCausalLMTarget
 
+LONGEST = 64  # draft length that is tried
+
 
 class PlainGenerate(Arm):
     """`model.generate(ids, max_new_tokens=...)`, sampling through the warpers that our arms sample through.
@@ -138,13 +140,18 @@ class SearchedGenerate(PlainGenerate):
         for request in requests:
             self._try(request, self.grid[0])
             timed(prompts[0], request)  # the first request of all is no measure
-            totals = dict.fromkeys(self.grid, 0.0)
-            for ids in prompts:
-                for length in self.grid:
-                    self._try(request, length)
-                    totals[length] += timed(ids, request)
+            totals: dict[int, float] = {}
+            lengths = self.grid
+            while lengths:
+                totals |= dict.fromkeys(lengths, 0.0)
+                for ids in prompts:
+                    for length in lengths:
+                        self._try(request, length)
+                        totals[length] += timed(ids, request)
+                best = max(totals, key=lambda length: totals[length])
+                # The longest so far may be too short still.
+                lengths = (2 * best,) if best == max(totals) and 2 * best <= LONGEST else ()
             rates = {str(length): round(total / len(prompts), 3) for length, total in totals.items()}
-            best = int(max(rates, key=lambda length: rates[length]))
             found[str(request.temperature)] = {
                 "setting": self.setting, "chosen": best, "tokens_per_second": rates,
                 "num_prompts": len(prompts), "max_new_tokens": request.max_new_tokens,
