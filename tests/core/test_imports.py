@@ -28,6 +28,11 @@ LAZY_EXEMPTIONS = {
     ("cli", "treegraft_plugins.hf.training.loop"),
     ("cli", "treegraft_plugins.hf.dflash.training"),
     ("cli", "treegraft_plugins.hf.heads.training"),
+    ("cli", "treegraft_plugins.schedulers.distilled"),
+    ("cli", "treegraft_plugins.schedulers.distilled.fit"),
+    ("cli", "treegraft_plugins.schedulers.distilled.offline"),
+    ("cli", "treegraft_plugins.schedulers.distilled.report"),
+    ("cli", "treegraft_plugins.schedulers.distilled.signals"),
     ("bench", "treegraft_plugins.hf.rivals"),
 }
 
