@@ -21,7 +21,7 @@ BASES = {PLAIN: ("#000000", "."), AGAIN: ("#999999", "."), HF_PLAIN: ("#555555",
 """Arms that look the same in every run."""
 RATIOS = "ratio_by_category"
 MIN_ROUNDS = 10  # a share of fewer is not drawn
-MAX_ACROSS = 3  # panels
+MAX_WIDTH = 13.5  # inches, of panels side by side
 
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -85,7 +85,7 @@ def arm_looks(arms: Sequence[str] | Mapping[str, Any]) -> dict[str, Look]:
     """Colours and markers of arms, by the order in which they were asked for."""
     looks = {arm: Look(*BASES[arm]) for arm in arms if arm in BASES}
     for index, arm in enumerate(arm for arm in arms if arm not in BASES):
-        # Prime to each other: colours and markers repeat together only after every pair of them.
+        # Markers move on by one each time the colours begin anew, so that the first 49 arms differ.
         looks[arm] = Look(COLOURS[index % len(COLOURS)], MARKERS[(index + index // len(COLOURS)) % len(MARKERS)])
     return {arm: looks[arm] for arm in arms}
 
@@ -118,9 +118,11 @@ def _grid(
     for row in rows:
         cells.setdefault((row["temperature"], row["max_new_tokens"]), []).append(row)
     with matplotlib.rc_context(_STYLE):
-        across = min(len(cells), MAX_ACROSS)
+        num_arms, num_groups = (len({row.get(name) for row in rows}) for name in ("arm", "category"))
+        width, height = max(4.5, min(0.12 * num_arms * num_groups, 12.0)), max(3.6, 0.2 * num_arms)
+        across = min(len(cells), int(MAX_WIDTH // width))
         down = -(-len(cells) // across)
-        figure = Figure(figsize=(1.5 + 4.5 * across, 0.6 + 3.6 * down), layout="constrained")
+        figure = Figure(figsize=(1.5 + width * across, 0.6 + height * down), layout="constrained")
         figure.suptitle(title)
         grid = figure.subplots(down, across, sharey=True, squeeze=False)
         panels = grid.flatten().tolist()
