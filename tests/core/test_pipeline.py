@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from exactness.toy_block import TableBlockDrafter
 
 import treegraft
 from treegraft import Drafter, DrafterWarning, Expansion, Generation, PipelineBusyError, RequestError, Wants
@@ -35,6 +36,12 @@ def counting(num_tokens: int) -> list[int]:
 REFERENCE = [*PROMPT, *counting(60)]
 HARMLESS = ("empty", "siblings")
 FAULTS = ("raises", "none", "nan", "positive", "vocabulary", "negative", "anchor", "loop", "deep", "crowded", "writes")
+
+
+def others() -> dict[str, Drafter]:
+    """What pipelines draft with beside the middle, by the name of the model."""
+    table = counting_table()
+    return {"small": TableDrafter(table), "dflash": TableBlockDrafter(table), "heads": TableBlockDrafter(table)}
 
 
 def loaded(drafter: Drafter, *overrides: str, name: str = "all_middle", **options: object) -> treegraft.Pipeline:
@@ -98,7 +105,7 @@ def test_without_eos_a_request_runs_to_its_length():
 @pytest.mark.parametrize("prompt", [[2], PROMPT])
 def test_every_pipeline_emits_as_many_tokens_as_asked_for(name, max_new_tokens, prompt):
     models = {"target": MarkovTarget(counting_table()), "middle": TableDrafter(counting_table())}
-    pipeline = treegraft.load(name, *FIXED, models=models | {"small": TableDrafter(counting_table())})
+    pipeline = treegraft.load(name, *FIXED, models=models | others())
     generation = pipeline.generate(prompt, max_new_tokens=max_new_tokens)
     assert generation.token_ids == counting(max_new_tokens) and generation.finish_reason == "length"
     assert generation.target_calls == generation.num_rounds <= max_new_tokens
@@ -353,7 +360,7 @@ def test_options_that_cannot_be_honoured_are_refused(name, value):
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_are_consistent(name):
     models = {"target": MarkovTarget(counting_table()), "middle": TableDrafter(counting_table())}
-    pipeline = treegraft.load(name, *FIXED, models=models | {"small": TableDrafter(counting_table())})
+    pipeline = treegraft.load(name, *FIXED, models=models | others())
     generation = pipeline.generate(PROMPT, max_new_tokens=25, temperature=1.0, seed=3, keep_rounds=True)
     rounds = generation.rounds
     assert generation.num_rounds == generation.target_calls == len(rounds) > 0
