@@ -31,13 +31,17 @@ def matched(index: SuffixIndex, tokens: Sequence[int]) -> Match:
     return match
 
 
-def scanned(counts: Counter[tuple[int, ...]], suffixes: list[tuple[int, ...]]) -> list[tuple[int, dict[int, int]]]:
+Contexts = list[tuple[int, int, dict[int, int]]]
+ALL = 100  # more than any match has contexts here
+
+
+def scanned(counts: Counter[tuple[int, ...]], suffixes: list[tuple[int, ...]]) -> Contexts:
     """What `contexts` gives for a match with these suffixes, longest first."""
-    contexts: list[tuple[int, dict[int, int]]] = []
+    contexts: Contexts = []
     for suffix in suffixes:
         following = {token: counts[(*suffix, token)] for token in LETTERS if counts[(*suffix, token)]}
-        if following and (not contexts or following != contexts[-1][1]):
-            contexts.append((len(suffix), following))
+        if following and (not contexts or following != contexts[-1][2]):
+            contexts.append((len(suffix), sum(following.values()), following))
     return contexts
 
 
@@ -47,13 +51,14 @@ def check(index: SuffixIndex, texts: Sequence[Sequence[int]], others: Sequence[i
     counts = occurrences(texts, index.max_depth)
     for string in counts:
         if len(string) <= longest:
-            assert matched(index, string).length == len(string)
+            assert matched(index, string)[1] == len(string)
     match = index.start
     for end in range(1, len(others) + 1):
         match = index.step(match, others[end - 1])
         suffixes = [tuple(others[end - n : end]) for n in range(min(longest, end), 0, -1)]
-        assert match.length == next((len(suffix) for suffix in suffixes if counts[suffix]), 0)
-        assert list(index.contexts(match)) == scanned(counts, suffixes)
+        assert match[1] == next((len(suffix) for suffix in suffixes if counts[suffix]), 0)
+        expected = scanned(counts, suffixes)
+        assert index.contexts(match, ALL) == expected and index.contexts(match, 2) == expected[:2]
 
 
 @given(st.integers(2, 6), st.lists(TEXTS, max_size=6), TEXTS)
@@ -90,8 +95,8 @@ def test_a_token_beyond_the_end_counts_as_if_it_were_taken_in(max_depth, text, b
     index.extend(text)
     longer.extend([*text, beyond])
     for end in range(len(others) + 1):
-        found = index.contexts(matched(index, others[:end]), beyond)
-        assert list(found) == list(longer.contexts(matched(longer, others[:end])))
+        found = index.contexts(matched(index, others[:end]), ALL, beyond)
+        assert found == longer.contexts(matched(longer, others[:end]), ALL)
 
 
 @given(st.integers(2, 5), st.integers(0, 30), st.lists(TEXTS, max_size=12), TEXTS)
@@ -110,7 +115,7 @@ def test_an_index_of_outputs_does_not_grow_with_what_has_gone():
     for number in range(60):
         outputs.add([(number * token * token) % 97 for token in range(100)])
         # The 300 tokens kept, as many gone, and one more text; two states a token at most.
-        assert len(outputs.index._length) <= 2 * (300 + 300 + 100)
+        assert len(outputs.index._states) <= 5 * 2 * (300 + 300 + 100)
 
 
 @pytest.mark.parametrize("text", [[1] * 300, [1, 2] * 150, [*range(100)] * 3], ids=["one", "two", "hundred"])
@@ -119,5 +124,6 @@ def test_a_loop_is_counted_up_to_the_depth_and_no_further(text):
     index.extend(text)
     period = len(set(text))
     string = (text * 2)[:23]
-    assert next(index.contexts(matched(index, string))) == (23, {text[23 % period]: (len(text) - 24) // period + 1})
-    assert index.end.length == 23 == matched(index, text).length
+    times = (len(text) - 24) // period + 1
+    assert index.contexts(matched(index, string), 1) == [(23, times, {text[23 % period]: times})]
+    assert index.end[1] == 23 == matched(index, text)[1]

@@ -112,7 +112,7 @@ class NGramDrafter(Drafter):
             anchor, token = np.concatenate([anchor, ~above]), np.concatenate([token, copied[places]])
             prob = np.concatenate([prob, copied_prob[places]])
         expansion = Expansion(anchor, token, np.log(prob), signals=signals)
-        return expansion if len(expansion) <= request.max_nodes else _best_paths(expansion, request)
+        return expansion if len(expansion) <= request.max_nodes else best_paths(expansion, request)
 
     def _lookups(self, request: DraftRequest) -> list[_Node]:
         """The requested nodes whose last tokens occurred before."""
@@ -235,7 +235,7 @@ def _best_of_each(node: Ints, token: Ints, mass: Floats, limit: int) -> tuple[In
     return node[best], token[best], prob[best]
 
 
-def _best_paths(expansion: Expansion, request: DraftRequest) -> Expansion:
+def best_paths(expansion: Expansion, request: DraftRequest) -> Expansion:
     """The part of an expansion that a request has room for: the proposals with the best path scores."""
     scores: list[float] = []
     for anchor, log_prob in zip(expansion.anchor.tolist(), expansion.log_prob.tolist(), strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 
 from treegraft.interfaces import Drafter, DraftRequest, Observation
 from treegraft.tree import Expansion
+from treegraft_plugins.drafters.ngram import best_paths
 from treegraft_plugins.drafters.suffix_index import Match, OutputIndex, SuffixIndex
 from treegraft_plugins.options import number, switch, whole
 
@@ -23,24 +24,15 @@ class _Node(NamedTuple):
         row: its row in the tree, or -1 where the tree lacks it.
         anchor: what its children attach to: its row, or ~i of the proposal.
         depth: in the tree.
-        matches: its path's, one an index.
-        score: its path score (nats).
-        chance: the product of the probabilities from where the draft began, 0 outside the draft.
+        matches: its path's, in the request's text and in earlier outputs.
+        chance: the product of the probabilities from where the draft began.
     """
 
     row: int
     anchor: int
     depth: int
-    matches: tuple[Match, ...]
-    score: float
-    chance: float = 0.0
-
-
-class _Guess(NamedTuple):
-    """What may follow a node: the length of the match, and tokens with probabilities, best first."""
-
-    length: int
-    tokens: list[tuple[int, float]]
+    matches: tuple[Match, Match]
+    chance: float = 1.0
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -108,49 +100,49 @@ class SuffixDrafter(Drafter):
         return attrs.evolve(self)
 
     def draft(self, request: DraftRequest) -> Expansion:
-        root = int(request.tree.token[0])
         nodes, below = self._requested(request)
-        guesses = {node.row: self._guess(node.matches, root, request.branching) for node in nodes}
-        begin = max(nodes, key=lambda node: (guesses[node.row].length, node.depth), default=None)
-        if begin is None or not guesses[begin.row].length:
-            return Expansion.empty({"match_length": 0.0, "match_confidence": 0.0, "draft_score": 0.0})
-        length = guesses[begin.row].length
-        room = math.floor(self.factor * length + self.offset)
-
-        # By path score: the best are kept where there are too many, and each after the one that it hangs below.
-        queue: list[tuple[float, int, _Node, int, float]] = []
-        order = itertools.count()
-
-        def offer(node: _Node, guess: _Guess) -> None:
-            for child, prob in guess.tokens:
-                heappush(queue, (-node.score - math.log(prob), next(order), node, child, prob))
-
+        requested = {node.row for node in nodes}
+        root, limit = int(request.tree.token[0]), request.branching
+        anchor: list[int] = []
+        token: list[int] = []
+        prob: list[float] = []
+        begin, longest, offers = None, 0, range(0)
         for node in nodes:
-            offer(node._replace(chance=1.0) if node is begin else node, guesses[node.row])
-        anchor, token, probs, chances = [], [], [], []
-        while queue and len(token) < request.max_nodes:
-            cost, _, node, child, prob = heappop(queue)
-            chance = node.chance * prob
-            drafted = node.chance > 0 and chance >= self.min_prob and len(chances) < room
-            if not drafted and node.anchor < 0:
-                continue
-            anchor.append(node.anchor)
-            token.append(child)
-            probs.append(prob)
-            if drafted:
-                chances.append(chance)
-                row = below.get((node.row, child), -1)
-                if row not in guesses and node.depth + 1 < request.max_depth:
-                    matches = self._step(node.matches, child)
-                    node = _Node(row, ~(len(token) - 1), node.depth + 1, matches, -cost, chance)
-                    offer(node, self._guess(matches, root, request.branching))
-        confidence = max((prob for guess in guesses.values() for _, prob in guess.tokens[:1]), default=0.0)
-        signals = {"match_length": float(length), "match_confidence": confidence, "draft_score": sum(chances)}
-        return Expansion(anchor, token, np.log(probs), signals=signals)
+            length, guesses = self._guess(node.matches, root, limit)
+            if guesses and (begin is None or (length, node.depth) > (longest, begin.depth)):
+                begin, longest, offers = node, length, range(len(token), len(token) + len(guesses))
+            for child, share in guesses:
+                anchor.append(node.row)
+                token.append(child)
+                prob.append(share)
+        if begin is None:
+            return Expansion.empty({"match_length": 0.0, "match_confidence": 0.0, "draft_score": 0.0})
+        confidence = max(prob)
 
-    @property
-    def _indices(self) -> tuple[SuffixIndex, ...]:
-        return (self._text, self._earlier.index) if self.global_tokens else (self._text,)
+        # The draft, greedily. Its first nodes are proposed already, under the numbers that they are queued with.
+        queue = [(-prob[i], i, begin, token[i], prob[i]) for i in offers if prob[i] >= self.min_prob]
+        num_proposed, order = len(token), itertools.count(len(token))
+        room, score = math.floor(self.factor * longest + self.offset), 0.0
+        while queue and room > 0:
+            minus_chance, index, node, child, share = heappop(queue)
+            if index >= num_proposed:
+                index = len(token)
+                anchor.append(node.anchor)
+                token.append(child)
+                prob.append(share)
+            room -= 1
+            score -= minus_chance
+            row, depth = below.get((node.row, child), -1), node.depth + 1
+            if row in requested or depth >= request.max_depth:
+                continue
+            node = _Node(row, ~index, depth, self._step(node.matches, child), -minus_chance)
+            for child, share in self._guess(node.matches, root, limit)[1]:
+                if node.chance * share < self.min_prob:
+                    break
+                heappush(queue, (-node.chance * share, next(order), node, child, share))
+        signals = {"match_length": float(longest), "match_confidence": confidence, "draft_score": score}
+        expansion = Expansion(anchor, token, np.log(prob), signals=signals)
+        return expansion if len(token) <= request.max_nodes else best_paths(expansion, request)
 
     def _take_in(self, tokens: list[int]) -> None:
         self._text.extend(tokens)
@@ -158,14 +150,17 @@ class SuffixDrafter(Drafter):
             for token in tokens:
                 self._earlier_match = self._earlier.index.step(self._earlier_match, token)
 
-    def _step(self, matches: tuple[Match, ...], token: int) -> tuple[Match, ...]:
-        return tuple([index.step(match, token) for index, match in zip(self._indices, matches, strict=True)])
+    def _step(self, matches: tuple[Match, Match], token: int) -> tuple[Match, Match]:
+        own, earlier = matches
+        if self.global_tokens:
+            earlier = self._earlier.index.step(earlier, token)
+        return self._text.step(own, token), earlier
 
     def _requested(self, request: DraftRequest) -> tuple[list[_Node], dict[tuple[int, int], int]]:
         """The requested nodes, and the rows of their paths below the root by parent and token."""
-        tree, end = request.tree, (self._text.end, self._earlier_match)
+        tree = request.tree
         token, parent, depth = tree.token.tolist(), tree.parent.tolist(), tree.depth.tolist()
-        matches = {0: self._step(end[: len(self._indices)], token[0])}
+        matches = {0: self._step((self._text.end, self._earlier_match), token[0])}
         nodes = []
         for row in request.positions.tolist():
             path, at = [], row
@@ -175,41 +170,27 @@ class SuffixDrafter(Drafter):
             for at in reversed(path):
                 matches[at] = self._step(matches[parent[at]], token[at])
             if depth[row] < request.max_depth:
-                nodes.append(_Node(row, row, depth[row], matches[row], float(tree.path_score[row])))
+                nodes.append(_Node(row, row, depth[row], matches[row]))
         return nodes, {(parent[row], token[row]): row for row in matches if row}
 
-    def _guess(self, matches: tuple[Match, ...], root: int, limit: int) -> _Guess:
-        """The `limit` most probable tokens; of equally probable ones the smallest."""
-        contexts = self._text.contexts(matches[0], beyond=root)
-        longest = next(contexts, None)
+    def _guess(self, matches: tuple[Match, Match], root: int, limit: int) -> tuple[int, list[tuple[int, float]]]:
+        """The length of the match, and the `limit` most probable tokens; of equally probable ones the smallest."""
+        own, earlier = matches
+        num_contexts = _NUM_CONTEXTS if self.interpolate else 1
+        contexts = self._text.contexts(own, num_contexts, beyond=root)
         if self.global_tokens:
-            others = self._earlier.index.contexts(matches[1])
-            other = next(others, None)
-            if other and (not longest or other[0] > longest[0]):
-                longest, contexts = other, others
-        if not longest:
-            return _Guess(0, [])
-        length, counts = longest
-        if self.interpolate:
-            probs = _interpolated([counts, *(shorter for _, shorter in itertools.islice(contexts, _NUM_CONTEXTS - 1))])
-        else:
-            total = sum(counts.values())
-            probs = {token: count / total for token, count in counts.items()}
-        return _Guess(length, sorted(probs.items(), key=_by_probability)[:limit])
-
-
-def _interpolated(contexts: list[dict[int, int]]) -> dict[int, float]:
-    """Witten-Bell probabilities by token, from counts by token in ever shorter contexts."""
-    probs: dict[int, float] = {}
-    left = 1.0
-    for counts in contexts:
-        share = left / (sum(counts.values()) + len(counts))
-        for token, count in counts.items():
-            probs[token] = probs.get(token, 0.0) + share * count
-        left = share * len(counts)
-    return probs
-
-
-def _by_probability(item: tuple[int, float]) -> tuple[float, int]:
-    token, prob = item
-    return -prob, token
+            others = self._earlier.index.contexts(earlier, num_contexts)
+            if others and (not contexts or others[0][0] > contexts[0][0]):
+                contexts = others
+        if not contexts:
+            return 0, []
+        probs: dict[int, float] = {}
+        left = 1.0
+        for _, total, counts in contexts:
+            kinds = len(counts) if self.interpolate else 0
+            share = left / (total + kinds)
+            for token, count in counts.items():
+                probs[token] = probs.get(token, 0.0) + share * count
+            left = share * kinds
+        best = sorted([(-prob, token) for token, prob in probs.items()])[:limit]
+        return contexts[0][0], [(token, -minus) for minus, token in best]

@@ -2,27 +2,25 @@
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-_NONE, _SEVERAL = -1, -2  # in the place of a token: a state without a transition, and one with more than one
+# A state is a record of five integers in one array, so that reading it touches one line of the processor's cache. Its
+# number is the place of the first: the length of its longest string, then its suffix link, its count, and either the
+# token and the state of its only transition or `_SEVERAL` and the number of a dictionary.
+_LINK, _COUNT, _TOKEN, _NEXT, _SIZE = 1, 2, 3, 4, 5
+_NONE, _SEVERAL = -1, -2  # in the place of a token
 
-
-class Match(NamedTuple):
-    """The end of some text as far as it occurred: its last `length` tokens, all of them in one state."""
-
-    state: int
-    length: int
+Match = tuple[int, int]
+"""The end of some text as far as it occurred: the state of its last tokens, and how many they are."""
 
 
 class SuffixIndex:
     """Counts of every string of up to `max_depth` tokens in a set of texts, in a suffix automaton.
 
-    A state stands for all strings that end at the same places; its longest has `_length` tokens, and `_link` leads to
-    the state of the longest shorter suffix that ends at other places too. From there on up, states stand for ever
-    shorter suffixes, so that a text's next token adds one to the states of its suffixes and to no others. Those whose
-    shortest string is longer than `max_depth` are not counted. A state's transitions are its strings' continuations;
-    most states have one, which needs no dictionary.
+    A state stands for all strings that end at the same places, and links to the state of their longest suffix that ends
+    at other places too. From there on up, states stand for ever shorter suffixes, so that a text's next token adds one
+    to the states of its suffixes and to no others. Those whose shortest string is longer than `max_depth` are not
+    counted. A state's transitions are its strings' continuations; most states have one, which needs no dictionary.
 
     A token takes amortised O(1) to append and at most `max_depth` steps to count. A text of n tokens makes less than 2n
     states and 3n transitions, whatever it says.
@@ -33,14 +31,12 @@ class SuffixIndex:
     Source: Blumer et al., The smallest automaton recognizing the subwords of a text (1985), here of several texts.
     """
 
-    start = Match(0, 0)
+    start: Match = (0, 0)
     """The match of an empty text."""
 
     def __init__(self, max_depth: int):
         self.max_depth = max_depth
-        self._length, self._link, self._count = array("i"), array("i"), array("i")
-        # By state: the token and the next state of its only transition, or `_SEVERAL` and an index into `_branches`.
-        self._token, self._next = array("i"), array("i")
+        self._states = array("i")
         self._branches: list[dict[int, int]] = []
         self._add_state(0)
         self.begin()
@@ -48,12 +44,14 @@ class SuffixIndex:
     def begin(self) -> None:
         """End the text so far: what follows belongs to another one, and no string runs across."""
         self._whole = self._tail = 0  # the states of all the text, and of its last `max_depth` tokens or more
+        self._ends: set[int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         for token in tokens:
             self._append(token)
         self._tail = self._tally(self._tail, tokens, 1)
+        self._ends = None
 
     def remove(self, tokens: Sequence[int]) -> None:
         """Discount a whole text that was taken in and ended; its states stay."""
@@ -62,137 +60,143 @@ class SuffixIndex:
     @property
     def end(self) -> Match:
         """The match of the text itself."""
-        return self._capped(self._tail, self._length[self._tail])
+        return self._capped(self._tail, self._states[self._tail])
 
     def step(self, match: Match, token: int) -> Match:
         """The match of a text that goes on with `token`: its longest suffix that occurred."""
+        states = self._states
         state, length = match
-        while (to := self._transition(state, token)) < 0 or not self._count[to]:
+        while (to := self._transition(state, token)) < 0 or not states[to + _COUNT]:
             if not state:
                 return self.start
-            state = self._link[state]
-            length = self._length[state]
+            state = states[state + _LINK]
+            length = states[state]
         return self._capped(to, length + 1)
 
-    def contexts(self, match: Match, beyond: int | None = None) -> Iterator[tuple[int, dict[int, int]]]:
-        """The suffixes of `match` that anything followed, from the longest on, each with what followed how often.
+    def contexts(self, match: Match, limit: int, beyond: int | None = None) -> list[tuple[int, int, dict[int, int]]]:
+        """The longest suffixes of `match` that anything followed, with what followed how often.
 
         Suffixes that were followed at the same places are one context, of which the longest is given.
 
         Args:
             match: of some text.
+            limit: the most contexts.
             beyond: the token known to follow the end of the index's text, though it is not taken in yet.
 
-        Yields:
-            The suffix's length, and counts by token.
+        Returns:
+            Length, number of times that it was followed, and counts by token, longest first.
         """
+        states, ends = self._states, self._endings() if beyond is not None else ()
         state, length = match
+        found: list[tuple[int, int, dict[int, int]]] = []
         known = 0
-        while state:
-            counts = self._continuations(state)
-            if beyond is not None and self._is_at_the_end(state):
+        while state and len(found) < limit:
+            _, link, _, token, to = states[state : state + _SIZE]
+            if token == _SEVERAL:
+                branches = self._branches[to].items()
+                counts = {token: count for token, to in branches if (count := states[to + _COUNT])}
+            else:
+                counts = {token: count} if token != _NONE and (count := states[to + _COUNT]) else {}
+            if state in ends:
                 counts[beyond] = counts.get(beyond, 0) + 1
             total = sum(counts.values())
             if total > known:  # a shorter suffix is followed wherever a longer one is
                 known = total
-                yield length, counts
-            state = self._link[state]
-            length = self._length[state]
+                found.append((length, total, counts))
+            state, length = link, states[link]
+        return found
 
     def _capped(self, state: int, length: int) -> Match:
         """A match of no more than the longest match's tokens."""
-        longest = self.max_depth - 1
-        while length > longest and self._length[self._link[state]] >= longest:
-            state = self._link[state]
-        return Match(state, min(length, longest))
+        states, longest = self._states, self.max_depth - 1
+        if length <= longest:
+            return state, length
+        while states[link := states[state + _LINK]] >= longest:
+            state = link
+        return state, longest
 
-    def _continuations(self, state: int) -> dict[int, int]:
-        token, to, count = self._token[state], self._next[state], self._count
-        if token == _NONE:
-            return {}
-        if token == _SEVERAL:
-            return {token: count[to] for token, to in self._branches[to].items() if count[to]}
-        return {token: count[to]} if count[to] else {}
-
-    def _is_at_the_end(self, state: int) -> bool:
-        at, length = self._tail, self._length[state]
-        while self._length[at] > length:
-            at = self._link[at]
-        return at == state
+    def _endings(self) -> set[int]:
+        """The states of the text's suffixes that are counted."""
+        if self._ends is None:
+            self._ends, state = set(), self._tail
+            while state:
+                self._ends.add(state)
+                state = self._states[state + _LINK]
+        return self._ends
 
     def _tally(self, state: int, tokens: Sequence[int], change: int) -> int:
         """Count the suffixes of every prefix of `tokens`, which begin in `state`; returns the state they lead to."""
-        length, link, count, max_depth = self._length, self._link, self._count, self.max_depth
+        states, max_depth = self._states, self.max_depth
         for token in tokens:
             state = self._transition(state, token)
-            while length[link[state]] >= max_depth:
-                state = link[state]
+            while states[link := states[state + _LINK]] >= max_depth:
+                state = link
             suffix = state
             while suffix:
-                count[suffix] += change
-                suffix = link[suffix]
+                states[suffix + _COUNT] += change
+                suffix = states[suffix + _LINK]
         return state
 
     # -- the automaton ------------------------------------------------------------------------------------------------
 
     def _append(self, token: int) -> None:
-        length, link, at = self._length, self._link, self._whole
+        states, at = self._states, self._whole
+        length = states[at] + 1
         known = self._transition(at, token)
         if known >= 0:  # all of this text is the beginning of an earlier one
-            self._whole = self._of_length(length[at] + 1, known, at, token)
+            self._whole = self._of_length(length, known, at, token)
             return
-        self._whole = self._add_state(length[at] + 1)
+        self._whole = self._add_state(length)
         while at >= 0 and (known := self._transition(at, token)) < 0:
             self._connect(at, token, self._whole)
-            at = link[at]
-        link[self._whole] = self._of_length(length[at] + 1, known, at, token) if at >= 0 else 0
+            at = states[at + _LINK]
+        link = self._of_length(states[at] + 1, known, at, token) if at >= 0 else 0
+        states[self._whole + _LINK] = link
 
-    def _of_length(self, size: int, state: int, at: int, token: int) -> int:
-        """The state of the strings in `state` of up to `size` tokens: split off where there are longer ones, too.
+    def _of_length(self, length: int, state: int, at: int, token: int) -> int:
+        """The state of the strings in `state` of up to `length` tokens: split off where there are longer ones, too.
 
         `state` is what `token` leads to from `at`, and from suffixes of that.
         """
-        length, link = self._length, self._link
-        if length[state] == size:
+        states = self._states
+        if states[state] == length:
             return state
-        shorter = self._add_state(size)
-        link[shorter], self._count[shorter] = link[state], self._count[state]
-        self._token[shorter], self._next[shorter] = self._token[state], self._next[state]
-        if self._token[state] == _SEVERAL:
-            self._next[shorter] = len(self._branches)
-            self._branches.append(self._branches[self._next[state]].copy())
-        link[state] = shorter
+        shorter = self._add_state(length)
+        states[shorter + _LINK : shorter + _SIZE] = states[state + _LINK : state + _SIZE]
+        if states[state + _TOKEN] == _SEVERAL:
+            states[shorter + _NEXT] = len(self._branches)
+            self._branches.append(self._branches[states[state + _NEXT]].copy())
+        states[state + _LINK] = shorter
         while at >= 0 and self._transition(at, token) == state:
             self._connect(at, token, shorter)
-            at = link[at]
+            at = states[at + _LINK]
         return shorter
 
     def _add_state(self, length: int) -> int:
-        self._length.append(length)
-        self._link.append(-1)
-        self._count.append(0)
-        self._token.append(_NONE)
-        self._next.append(-1)
-        return len(self._length) - 1
+        self._states.extend((length, -1, 0, _NONE, -1))
+        return len(self._states) - _SIZE
 
     def _transition(self, state: int, token: int) -> int:
         """Where `token` leads to from `state`, or -1."""
-        only = self._token[state]
+        states = self._states
+        only = states[state + _TOKEN]
         if only == token:
-            return self._next[state]
+            return states[state + _NEXT]
         if only == _SEVERAL:
-            return self._branches[self._next[state]].get(token, -1)
+            return self._branches[states[state + _NEXT]].get(token, -1)
         return -1
 
     def _connect(self, state: int, token: int, to: int) -> None:
-        only = self._token[state]
+        states = self._states
+        only = states[state + _TOKEN]
         if only == _SEVERAL:
-            self._branches[self._next[state]][token] = to
+            self._branches[states[state + _NEXT]][token] = to
         elif only in (_NONE, token):
-            self._token[state], self._next[state] = token, to
+            states[state + _TOKEN], states[state + _NEXT] = token, to
         else:
-            self._branches.append({only: self._next[state], token: to})
-            self._token[state], self._next[state] = _SEVERAL, len(self._branches) - 1
+            states[state + _TOKEN], only_to = _SEVERAL, states[state + _NEXT]
+            states[state + _NEXT] = len(self._branches)
+            self._branches.append({only: only_to, token: to})
 
 
 class OutputIndex:
