@@ -3,7 +3,7 @@
     python benchmarks/suffix.py [--tokens 16384] [--moments 200]
 
 Over texts of several kinds: code (the Python standard library in the demo tokenizer's tokens), a loop of one token and
-of nine, and random tokens, of two kinds and of 4096. Insertion a token in pieces of four, as rounds bring them; calls at
+of nine, and random tokens, of two kinds and of 4096. Insertion a token, in pieces of four as in rounds; calls at
 the root, which grow a whole draft, and at ten positions of the tree grown so; medians over `--moments` places at the
 end of the text, and the 95th percentile. Memory is that of the whole index by the number of tokens.
 """

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from treegraft.errors import RequestError
