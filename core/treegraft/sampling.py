@@ -107,6 +107,7 @@ class _Race:
     """One draw from `probs` [V]: the largest of `blocks` wins, then the largest `within` it; 0 for what has no mass."""
 
     def __init__(self, draws: SeededDraws, probs: torch.Tensor, position: int):
+        probs = probs.detach()  # a processor may have run a model of its own, with gradients
         whole = len(probs) // _BLOCK * _BLOCK
         masses = torch.cat([probs[:whole].reshape(-1, _BLOCK).sum(-1), probs[whole:].sum()[None]])
         noise = draws.exponentials(position, _BLOCK + len(masses))

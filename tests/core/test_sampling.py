@@ -427,3 +427,12 @@ def test_the_buffer_grows():
 def test_draws_wait_for_the_forward_first_and_arg_maxes_by_being_read(greedy, waited_for):
     begun(SamplingRules(greedy=greedy), on_accelerator(one_hot(1, 2, 3, 0)))
     assert len(waited_for) == (not greedy)
+
+
+def test_probabilities_that_carry_gradients_are_drawn_from_like_others():
+    probs = torch.rand(3, 300, dtype=torch.float64).softmax(-1)
+    tracked = probs.clone().requires_grad_()
+    positions = np.arange(3)
+    plain, own = (SeededDraws(5).choose(each, positions) for each in (probs, tracked))
+    assert [plain[row] for row in range(3)] == [own[row] for row in range(3)]
+    assert SeededDraws(5).gap(tracked[0], 0, own[0]) == 0.0
