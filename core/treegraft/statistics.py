@@ -158,8 +158,10 @@ class Calibration:
     def edge(self, log_prob: Floats, depth: Ints) -> Floats:
         """Calibrated edge scores (nats, <= 0) of raw log probabilities [E] at depths [E]."""
         slope, intercept = self._lines_at(depth)
-        edges: Floats = -np.logaddexp(_ZERO, -(slope * logit(log_prob) + intercept))
-        return edges
+        logits = slope * logit(log_prob)
+        logits += intercept
+        edges: Floats = np.logaddexp(_ZERO, np.negative(logits, out=logits))
+        return np.negative(edges, out=edges)
 
     def raw_logit(self, edge: Floats, depth: Ints) -> Floats:
         """The logit that `edge` was made from: the inverse of `edge()`, as long as nothing was learnt since."""
@@ -177,7 +179,7 @@ class Calibration:
         )  # fmt: skip
         self._accepted[places] = accepted
         self._num_seen += len(logits)
-        if self._num_seen - self._num_fitted < FIT_EVERY:
+        if self._num_seen - self._num_fitted < max(FIT_EVERY, FIT_SHARE * min(self._num_seen, window)):
             return
         self._num_fitted = self._num_seen
         x, y = self._features[:, : self._num_seen], self._accepted[: self._num_seen]
@@ -203,7 +205,7 @@ class Calibration:
         return lines
 
 
-FIT_EVERY = 24  # labels
+FIT_EVERY, FIT_SHARE = 24, 0.125  # labels, and a share of those fitted on: enough new ones to change something
 MIN_SLOPE = 0.1
 _IDENTITY = np.array([1.0, 0.0, 0.0, 0.0])
 _UNIT = np.eye(4)
