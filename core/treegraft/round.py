@@ -40,16 +40,14 @@ class Laps:
         self.now = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        self.ms[part] += self._elapsed()
+        before, self.now = self.now, time.perf_counter()
+        self.ms[part] += (self.now - before) * 1e3
 
     def source_lap(self, name: str) -> float:
-        elapsed = self._elapsed()
+        before, self.now = self.now, time.perf_counter()
+        elapsed = (self.now - before) * 1e3
         self.source_ms[name] = self.source_ms.get(name, 0.0) + elapsed
         return elapsed
-
-    def _elapsed(self) -> float:
-        before, self.now = self.now, time.perf_counter()
-        return (self.now - before) * 1e3
 
 
 @attrs.define(eq=False)

@@ -77,6 +77,7 @@ class Expansion:
         log_prob: float64 [E] (nats), the drafter's log probability of the token given its path; finite and <= 0.
         draft_probs: [E, V] or None, for sampled proposals the distribution each token was drawn from.
         signals: what the drafter can say about this call (match confidence, block entropy, ...), by name.
+        chained: derived, {proposal: the earlier one it hangs below}, for links of chains and parts of subtrees.
     """
 
     anchor: Ints = attrs.field(converter=_int64)
@@ -84,6 +85,14 @@ class Expansion:
     log_prob: Floats = attrs.field(converter=_float64)
     draft_probs: Any = None
     signals: Mapping[str, float] = attrs.field(factory=dict, converter=_signals)
+    chained: Mapping[int, int] = attrs.field(init=False, repr=False)
+
+    @chained.default
+    def _find_chained(self) -> Mapping[int, int]:
+        anchors = self.anchor.tolist()
+        if not anchors or min(anchors) >= 0:
+            return {}
+        return {proposal: ~anchor for proposal, anchor in enumerate(anchors) if anchor < 0}
 
     @classmethod
     def empty(cls, signals: Mapping[str, float] | None = None) -> "Expansion":
@@ -115,14 +124,6 @@ class Expansion:
         for proposal, above in chained.items():
             depth[proposal] = depth[above] + 1
         return depth
-
-    @property
-    def chained(self) -> dict[int, int]:
-        """The proposals that hang below an earlier one, links of chains or parts of subtrees: that one of each."""
-        anchors = self.anchor.tolist()
-        if not anchors or min(anchors) >= 0:
-            return {}
-        return {proposal: ~anchor for proposal, anchor in enumerate(anchors) if anchor < 0}
 
     def __len__(self) -> int:
         return len(self.token)

@@ -21,12 +21,11 @@ class MatchVerifier(Verifier):
     accepts: ClassVar[frozenset[str]] = frozenset({"deterministic"})
 
     def verify(self, tree: DraftTree, scores: Scores, sampler: TokenSampler) -> Verdict:
-        children = dict(zip(zip(tree.parent.tolist(), tree.token.tolist(), strict=True), range(len(tree)), strict=True))
         path: list[int] = []
         row = 0
         while True:
             token = sampler.next(row)
-            child = children.get((row, token))
+            child = tree.child(row, token)
             if child is None:
                 return Verdict(np.array(path, np.int32), bonus_token=token, stop_reason=sampler.stop_reason)
             path.append(child)
