@@ -53,7 +53,7 @@ class Reference:
     """The drafter as its description reads: every string counted by a scan, every draft grown node by node."""
 
     def __init__(
-        self, committed, outputs=(), max_depth=32, factor=2.0, offset=4.0, min_prob=0.1, interpolate=True,
+        self, committed, outputs=(), max_depth=32, factor=1.0, offset=4.0, min_prob=0.1, interpolate=True,
         global_tokens=0,
     ):  # fmt: skip
         self.committed, self.max_match, self.min_prob = committed, max_depth - 1, min_prob
@@ -175,6 +175,18 @@ def test_three_contexts_are_interpolated_and_what_is_left_is_left():
     committed = [1, 2, 3, 4, 50, 2, 3, 4, 60, 3, 4, 70, 4, 80, 1, 2, 3, 4]
     found = by_path(asked := request(committed), started(committed, factor=0, offset=0).draft(asked))
     assert found.keys() == {(50,), (60,), (70,)}
+
+
+@pytest.mark.parametrize("kinds", [16, 17])
+def test_a_context_of_more_than_sixteen_kinds_is_read_only_if_it_is_the_longest(kinds):
+    others = [token for kind in range(kinds - 1) for token in (2, 100 + kind)]
+    committed = [1, 2, 7, *others, 1, 2]  # after (1, 2) came 7; after 2 each of so many kinds
+    asked = request(committed, branching=ALL)
+    found = by_path(asked, started(committed, factor=0, offset=0).draft(asked))
+    assert len(found) == (kinds if kinds <= 16 else 1)
+    committed = [*committed[1:-2], 3, 2]
+    asked = request(committed, branching=ALL)
+    assert len(by_path(asked, started(committed, factor=0, offset=0).draft(asked))) == kinds
 
 
 def test_suffixes_that_were_followed_at_the_same_places_count_once():

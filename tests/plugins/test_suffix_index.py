@@ -35,17 +35,19 @@ Contexts = list[tuple[int, int, dict[int, int]]]
 ALL = 100  # more than any match has contexts here
 
 
-def scanned(counts: Counter[tuple[int, ...]], suffixes: list[tuple[int, ...]]) -> Contexts:
+def scanned(counts: Counter[tuple[int, ...]], suffixes: list[tuple[int, ...]], widest: int = ALL) -> Contexts:
     """What `contexts` gives for a match with these suffixes, longest first."""
     contexts: Contexts = []
     for suffix in suffixes:
         following = {token: counts[(*suffix, token)] for token in LETTERS if counts[(*suffix, token)]}
+        if contexts and len(following) > widest:
+            break
         if following and (not contexts or following != contexts[-1][2]):
             contexts.append((len(suffix), sum(following.values()), following))
     return contexts
 
 
-def check(index: SuffixIndex, texts: Sequence[Sequence[int]], others: Sequence[int]) -> None:
+def check(index: SuffixIndex, texts: Sequence[Sequence[int]], others: Sequence[int], gone: bool = False) -> None:
     """The index's answers on every string of the texts, and along another text, are those of a scan."""
     longest = index.max_depth - 1
     counts = occurrences(texts, index.max_depth)
@@ -58,7 +60,9 @@ def check(index: SuffixIndex, texts: Sequence[Sequence[int]], others: Sequence[i
         suffixes = [tuple(others[end - n : end]) for n in range(min(longest, end), 0, -1)]
         assert match[1] == next((len(suffix) for suffix in suffixes if counts[suffix]), 0)
         expected = scanned(counts, suffixes)
-        assert index.contexts(match, ALL) == expected and index.contexts(match, 2) == expected[:2]
+        assert index.contexts(match, ALL, ALL) == expected and index.contexts(match, 2, ALL) == expected[:2]
+        if not gone:  # else what followed once counts as a kind
+            assert index.contexts(match, ALL, 2) == scanned(counts, suffixes, 2)
 
 
 @given(st.integers(2, 6), st.lists(TEXTS, max_size=6), TEXTS)
@@ -83,10 +87,10 @@ def test_counts_of_several_texts_and_of_those_left(max_depth, texts, data):
     for number in gone:
         index.remove(texts[number])
     left = [text for number, text in enumerate(texts) if number not in gone]
-    check(index, left, others)
+    check(index, left, others, gone=True)
     index.begin()
     index.extend(others)
-    check(index, [*left, others], [*others, *others])
+    check(index, [*left, others], [*others, *others], gone=True)
 
 
 @given(st.integers(2, 6), TEXTS, st.sampled_from(LETTERS), TEXTS)
@@ -95,8 +99,8 @@ def test_a_token_beyond_the_end_counts_as_if_it_were_taken_in(max_depth, text, b
     index.extend(text)
     longer.extend([*text, beyond])
     for end in range(len(others) + 1):
-        found = index.contexts(matched(index, others[:end]), ALL, beyond)
-        assert found == longer.contexts(matched(longer, others[:end]), ALL)
+        found = index.contexts(matched(index, others[:end]), ALL, ALL, beyond)
+        assert found == longer.contexts(matched(longer, others[:end]), ALL, ALL)
 
 
 @given(st.integers(2, 5), st.integers(0, 30), st.lists(TEXTS, max_size=12), TEXTS)
@@ -107,7 +111,7 @@ def test_outputs_are_kept_whole_and_the_latest_ones(max_depth, max_tokens, texts
         kept = texts[: number + 1]
         while sum(map(len, kept)) > max_tokens:
             kept = kept[1:]
-        check(outputs.index, kept, others)
+        check(outputs.index, kept, others, gone=True)
 
 
 def test_an_index_of_outputs_does_not_grow_with_what_has_gone():
@@ -125,5 +129,5 @@ def test_a_loop_is_counted_up_to_the_depth_and_no_further(text):
     period = len(set(text))
     string = (text * 2)[:23]
     times = (len(text) - 24) // period + 1
-    assert index.contexts(matched(index, string), 1) == [(23, times, {text[23 % period]: times})]
+    assert index.contexts(matched(index, string), 1, ALL) == [(23, times, {text[23 % period]: times})]
     assert index.end[1] == 23 == matched(index, text)[1]

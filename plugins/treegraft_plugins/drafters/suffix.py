@@ -14,7 +14,9 @@ from treegraft_plugins.drafters.ngram import best_paths
 from treegraft_plugins.drafters.suffix_index import Match, OutputIndex, SuffixIndex
 from treegraft_plugins.options import number, switch, whole
 
-_NUM_CONTEXTS = 3  # that share in a prediction; more cost time and bring nothing that could be measured
+# What shares in a prediction: more contexts cost time, as do wide ones, and bring nothing that could be measured.
+_NUM_CONTEXTS = 3
+_WIDEST = 16
 
 
 class _Node(NamedTuple):
@@ -41,7 +43,8 @@ class SuffixDrafter(Drafter):
 
     A node's match is the longest suffix of the text and its path that was followed by anything. A token is as probable
     as its share in what followed the match and the two next shorter contexts, interpolated after Witten and Bell: n
-    tokens of d kinds leave d / (n + d) to the next context, and the last to tokens never seen there.
+    tokens of d kinds leave d / (n + d) to the next context, and the last to tokens never seen there. A context that
+    more than 16 kinds followed is read only if it is the longest.
 
     Requested nodes get their most probable tokens. Below the one with the longest match, of several the deepest, a
     whole draft is grown: the next node is always the one with the greatest product of probabilities, down to
@@ -62,7 +65,7 @@ class SuffixDrafter(Drafter):
     """
 
     max_depth: int = attrs.field(default=32, validator=whole(24, 64))
-    factor: float = attrs.field(default=2.0, validator=number(0))
+    factor: float = attrs.field(default=1.0, validator=number(0))
     offset: float = attrs.field(default=4.0, validator=number(0))
     min_prob: float = attrs.field(default=0.1, validator=number(0, 1))
     interpolate: bool = attrs.field(default=True, validator=switch)
@@ -177,9 +180,9 @@ class SuffixDrafter(Drafter):
         """The length of the match, and the `limit` most probable tokens; of equally probable ones the smallest."""
         own, earlier = matches
         num_contexts = _NUM_CONTEXTS if self.interpolate else 1
-        contexts = self._text.contexts(own, num_contexts, beyond=root)
+        contexts = self._text.contexts(own, num_contexts, _WIDEST, beyond=root)
         if self.global_tokens:
-            others = self._earlier.index.contexts(earlier, num_contexts)
+            others = self._earlier.index.contexts(earlier, num_contexts, _WIDEST)
             if others and (not contexts or others[0][0] > contexts[0][0]):
                 contexts = others
         if not contexts:

@@ -73,7 +73,9 @@ class SuffixIndex:
             length = states[state]
         return self._capped(to, length + 1)
 
-    def contexts(self, match: Match, limit: int, beyond: int | None = None) -> list[tuple[int, int, dict[int, int]]]:
+    def contexts(
+        self, match: Match, limit: int, widest: int, beyond: int | None = None
+    ) -> list[tuple[int, int, dict[int, int]]]:
         """The longest suffixes of `match` that anything followed, with what followed how often.
 
         Suffixes that were followed at the same places are one context, of which the longest is given.
@@ -81,6 +83,8 @@ class SuffixIndex:
         Args:
             match: of some text.
             limit: the most contexts.
+            widest: none after the first that more kinds of token than this ever followed, nor any shorter one: they say
+                little, and take the longest to read.
             beyond: the token known to follow the end of the index's text, though it is not taken in yet.
 
         Returns:
@@ -93,8 +97,10 @@ class SuffixIndex:
         while state and len(found) < limit:
             _, link, _, token, to = states[state : state + _SIZE]
             if token == _SEVERAL:
-                branches = self._branches[to].items()
-                counts = {token: count for token, to in branches if (count := states[to + _COUNT])}
+                branches = self._branches[to]
+                if found and len(branches) > widest:
+                    break
+                counts = {token: count for token, to in branches.items() if (count := states[to + _COUNT])}
             else:
                 counts = {token: count} if token != _NONE and (count := states[to + _COUNT]) else {}
             if state in ends:
