@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(BIN)/treegraft demo
 
 test: .venv/testing
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -281,7 +281,10 @@ def test_a_failing_drafter_is_among_the_faults_of_the_json_object(faulty):
 
 
 def process(*args):
-    command = [sys.executable, "-c", "from treegraft.cli import main; main()", "run", "plain", "--prompt", "import os"]
+    # Tests that run in the background of a shell have interrupts ignored, and so would their children.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{listen}; from treegraft.cli import main; main()"
+    command = [sys.executable, "-c", start, "run", "plain", "--prompt", "import os"]
     return subprocess.Popen([*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

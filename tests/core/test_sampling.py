@@ -51,8 +51,9 @@ def test_a_draw_is_a_function_of_seed_and_position(seed, positions):
 
 def test_seeds_keep_their_meaning():
     """Pinned: a seed noted down today gives the same text tomorrow."""
-    assert SeededDraws(0).exponentials(0, 2).tolist() == [0.011613935705874755, 0.276477342630254]
-    assert SeededDraws((7, 3)).exponentials(41, 2).tolist() == [0.9542064188398276, 0.5032476261357559]
+    # Processors differ in the last bit of a logarithm.
+    assert SeededDraws(0).exponentials(0, 2) == pytest.approx([0.011613935705874755, 0.276477342630254], rel=1e-14)
+    assert SeededDraws((7, 3)).exponentials(41, 2) == pytest.approx([0.9542064188398276, 0.5032476261357559], rel=1e-14)
     probs = torch.arange(2000, dtype=torch.float64) / (1000 * 1999)
     assert chosen(SeededDraws(7), probs, np.arange(5)).tolist() == [201, 1086, 567, 1875, 1695]
 
