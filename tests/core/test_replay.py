@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import treegraft
-from treegraft import Drafter, DraftRequest, Expansion, Observation, RequestError, Wants
+from treegraft import Drafter, DraftRequest, Expansion, Observation, RequestError, Scheduler, Wants
 from treegraft.replay import (
     Outcome,
     Recording,
@@ -259,6 +259,40 @@ def test_labels_are_what_live_rounds_from_the_same_prefix_do(options, ending):
         # Close to the end some trees cannot grow further, and then there is nothing to decide.
         assert len(prefix.labels) == 8 and (len(prefix.states) == 7 or number > 14 - 1 - 3)
     assert number == len(kept.tokens) - 1 and (ending or {0, 1, 2} <= seen)
+
+
+class InTurns(Scheduler):
+    """Another schedule every round."""
+
+    def decide(self, state):
+        step = len(state.steps)
+        return turn(state.statistics.acceptance.num_rounds)[step] if step < 3 else None
+
+
+def turn(number: int) -> tuple[str, ...]:
+    return SCHEDULES[(5 * number + 3) % 8]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED])
+def test_prefixes_of_a_followed_run_are_its_rounds_with_what_they_have_taught(options):
+    model = target()
+    labelled = loaded(ReplayTarget(model), "calibration=on")
+    kept = recorded(model, labelled, 80, options, seed=5)
+    live = loaded(model, "calibration=on")
+    live.parts = attrs.evolve(live.parts, scheduler=InTurns())
+    rounds = live.generate(PROMPT, 80, options.temperature, seed=5, keep_rounds=True).rounds
+    prefixes = list(schedules(labelled, kept, follow=turn))
+    assert [prefix.num_emitted for prefix in prefixes] == [
+        sum(len(done.tokens) for done in rounds[:number]) for number in range(len(rounds))
+    ]
+    for number, (prefix, done) in enumerate(zip(prefixes, rounds, strict=True)):
+        label = prefix.labels[turn(number)]
+        assert np.array_equal(label.state.tree.nodes, done.state.tree.nodes)  # scores, too
+        assert label.num_accepted.tolist() == [len(done.verdict.path)]
+    (raw,) = [each for each in schedules(loaded(ReplayTarget(model)), kept) if each.num_emitted == prefix.num_emitted]
+    assert not np.array_equal(raw.labels[turn(number)].state.tree.path_score, done.state.tree.path_score)
+    some = list(schedules(labelled, kept, every=3, follow=turn))
+    assert [prefix.num_emitted for prefix in some] == [prefix.num_emitted for prefix in prefixes[::3]]
 
 
 def test_every_so_many_and_some_sources_only():

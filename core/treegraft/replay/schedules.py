@@ -1,6 +1,6 @@
 """Every schedule at every prefix of a recording, by one depth-first search over the steps."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -17,6 +17,8 @@ from treegraft.tree import Bools, Ints
 
 Schedule = tuple[str, ...]
 """The names of the sources that draft, one a step."""
+Follow = Callable[[int], Schedule]
+"""The schedule of each round of a run, by the round's number."""
 MAX_SCHEDULES = 1024
 
 
@@ -69,6 +71,7 @@ def schedules(
     budgets: Sequence[int] | None = None,
     sources: Sequence[str] | None = None,
     every: int = 1,
+    follow: Follow | None = None,
 ) -> Iterator[Prefix]:
     """Grow the trees of all S^D schedules after the prefixes of a recording, and label them.
 
@@ -76,28 +79,35 @@ def schedules(
     of the budget B that the pipeline allows at most, and the tree that comes of it is pruned for each budget of the
     grid. Schedules share their first steps, and nodes are forwarded once for all of them.
 
+    The prefixes are those after every token; with `follow` they are where the rounds of a run begin, and what its
+    rounds teach (calibration, the drafters' caches) holds for the next prefix as it would live.
+
     Args:
-        pipeline: loaded with a ReplayTarget, `calibration=off` and fixed costs.
+        pipeline: loaded with a ReplayTarget and fixed costs; without `follow`, with `calibration=off`.
         recording: of the same target.
         budgets: the grid, ascending, in [0, B]; B alone by default.
         sources: names of those that schedules are made of; all by default.
-        every: label the first prefix (the prompt alone) and every so many tokens after it.
+        every: label the first prefix (the prompt alone) and every so many after it: tokens, or rounds of `follow`.
+        follow: by the number of a round, the schedule that it takes; None goes on token by token.
 
     Raises:
         RequestError: the pipeline cannot be replayed in this way, or a drafter fails.
     """
-    names, grid = check_schedules(pipeline, budgets, sources)
+    names, grid = check_schedules(pipeline, budgets, sources, follow)
     target = replay_target(pipeline)
     target.recording = recording
     rules = target.sampling_rules(recording.prompt, recording.options, recording.max_new_tokens)
     sampler = pipeline.sampler(
         recording.prompt.tolist(), rules, SeededDraws(recording.seed), recording.max_new_tokens
     )  # fmt: skip
-    return _along(pipeline, recording, sampler, names, grid, every)
+    return _along(pipeline, recording, sampler, names, grid, every, follow)
 
 
 def check_schedules(
-    pipeline: Pipeline, budgets: Sequence[int] | None = None, sources: Sequence[str] | None = None
+    pipeline: Pipeline,
+    budgets: Sequence[int] | None = None,
+    sources: Sequence[str] | None = None,
+    follow: Follow | None = None,
 ) -> tuple[tuple[str, ...], Ints]:
     """The sources and the grid of budgets that `schedules` works with.
 
@@ -107,10 +117,11 @@ def check_schedules(
     replay_target(pipeline)
     names, grid = _names(pipeline, sources), _grid(pipeline, budgets)
     where = f"pipelines.{pipeline.name}"
-    if pipeline.calibration:
+    if pipeline.calibration and follow is None:
         raise RequestError(
-            f"{where}.calibration", "on: scores would depend on the rounds before", "Allowed: off.", "calibration=off"
-        )
+            f"{where}.calibration", "on: scores would depend on the rounds before", "Allowed: off.",
+            "calibration=off, or `follow` the rounds of a run.",
+        )  # fmt: skip
     if len(names) ** pipeline.parts.steps > MAX_SCHEDULES:
         raise RequestError(
             f"{where}.steps", f"{len(names)} sources and {pipeline.parts.steps} steps",
@@ -142,28 +153,41 @@ def _grid(pipeline: Pipeline, budgets: Sequence[int] | None) -> Ints:
 
 
 def _along(
-    pipeline: Pipeline, recording: Recording, sampler: TokenSampler, names: Sequence[str], grid: Ints, every: int
+    pipeline: Pipeline,
+    recording: Recording,
+    sampler: TokenSampler,
+    names: Sequence[str],
+    grid: Ints,
+    every: int,
+    follow: Follow | None,
 ) -> Iterator[Prefix]:
-    plain = attrs.evolve(pipeline.parts, scheduler=_Idle())
     faults: list[dict[str, str]] = []
+    number = 0  # of the round
     with pipeline.request(sampler, faults) as request:
         while sampler.stop_reason is None:
             prefix = None
-            if sampler.num_emitted % every == 0:
+            if (sampler.num_emitted if follow is None else number) % every == 0:
                 rest = recording.tokens[sampler.num_emitted :]
-                prefix = _Search(pipeline.parts, request, rest, names, grid).prefix()
+                search = _Search(pipeline.parts, request, rest, names, grid)
+                prefix = search.prefix(processed=follow is None)
             if faults:
                 raise RequestError(f"sources.{faults[0]['source']}", faults[0]["error"], "Allowed: no failing drafter.")
             if prefix is not None:
                 yield prefix
-            decode_round(plain, request)
+            schedule = _Followed(() if follow is None else follow(number))
+            decode_round(attrs.evolve(pipeline.parts, scheduler=schedule), request)
+            number += 1
 
 
-class _Idle(Scheduler):
-    """Never drafts: the text goes on by one token."""
+@attrs.frozen
+class _Followed(Scheduler):
+    """One round's schedule; the empty one never drafts, and the text goes on by one token."""
+
+    schedule: Schedule
 
     def decide(self, state: RoundState) -> str | None:
-        return None
+        step = len(state.steps)
+        return self.schedule[step] if step < len(self.schedule) else None
 
 
 class _Search:
@@ -186,11 +210,16 @@ class _Search:
         self.labels: dict[Schedule, Label] = {}
         self.last: dict[str, Any] = {}
 
-    def prefix(self) -> Prefix:
+    def prefix(self, processed: bool) -> Prefix:
+        """Search.
+
+        Args:
+            processed: leave each drafter as if called at every step, so that it has processed the root; else as it was.
+        """
         num_emitted = self.request.sampler.num_emitted
+        before = {name: drafter.checkpoint() for name, drafter in self.drafters.items()}
         self._visit((), opening_state(self.parts, self.request))
-        for name, checkpoint in self.last.items():
-            # Each goes on from where it was called at every step, so that it has processed the root.
+        for name, checkpoint in (before | (self.last if processed else {})).items():
             self.drafters[name].restore(checkpoint)
         return Prefix(num_emitted, self.grid, self.states, self.labels)
 
