@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from treegraft.bench import intervals
 from treegraft.bench.intervals import Work, ratio
+from treegraft.bench.pairs import compare_arms, pairs_table
 from treegraft.bench.plots import arm_looks, draw_plots
 from treegraft.bench.records import Record, Round, write_manifest, write_records
 from treegraft.bench.report import compare_runs, markdown
@@ -531,6 +532,27 @@ def test_settings_of_arms_are_compared_where_both_runs_have_the_arm(tmp_path, so
     assert compare_runs([one, two]).warnings == ["two differs from one in settings of fast.steps: 3, not 5."]
 
 
+def test_arms_of_a_run_are_compared_by_the_requests_that_both_answered(tmp_path, some_records):
+    folder = finish_run(tmp_path / "run", some_records)
+    rows = compare_arms(folder, [("fast", "plain"), ("plain", "fast"), ("plain", "plain")])
+    summary = {
+        (row["arm"], row["category"]): row for row in summarize(manifest_of(some_records), some_records, [])["rows"]
+    }
+    categories = {row["category"] for row in summary.values()}
+    assert {row.category for row in rows} == categories and len(rows) == 3 * len(categories)
+    for row in rows:
+        if row.arm == row.base:
+            assert row.ratio == 1 and row.range == (1, 1)
+        elif row.base == "plain":
+            of_summary = summary[row.arm, row.category]
+            assert (row.ratio, row.interval) == (of_summary["ratio_to_plain"], of_summary["ratio_interval"])
+            assert row.ratio != 1
+    columns, lines = pairs_table(rows)
+    assert columns[:4] == ["temperature", "tokens", "arms", "all prompts"] and len(lines) == 3
+    with pytest.raises(ValueError, match=r"'slow'\n  Allowed, the arms of .*: plain, fast"):
+        compare_arms(folder, [("slow", "plain")])
+
+
 def test_a_folder_without_a_finished_run_is_refused(tmp_path, some_records):
     folder = write_run(tmp_path / "run", some_records)
     with pytest.raises(ValueError, match=r"no readable summary\.json"):
@@ -559,6 +581,16 @@ def test_the_command_prints_one_table_and_warns_on_stderr(two_runs):
     found = json.loads(as_json.stdout)
     assert len(found["warnings"]) == 1
     assert {row["run"] for row in found["rows"]} == {"first", "second"}
+
+
+def test_the_command_sets_arms_of_one_run_against_each_other(two_runs):
+    first, second = map(str, two_runs())
+    result = CliRunner().invoke(main, ["bench", "report", first, "--pairs", "fast/plain,plain/fast"])
+    assert result.exit_code == 0 and "fast / plain" in result.stdout and "plain / fast" in result.stdout
+    result = CliRunner().invoke(main, ["bench", "report", first, "--pairs", "fast/plain", "--json"])
+    assert {row["base"] for row in json.loads(result.stdout)["rows"]} == {"plain"}
+    for args in [(first, second, "--pairs", "fast/plain"), (first, "--pairs", "fast"), (first, "--pairs", "fast/none")]:
+        assert CliRunner().invoke(main, ["bench", "report", *args]).exit_code == 2
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path):

@@ -17,8 +17,10 @@ from treegraft.registry import Registry
 PLAIN = "plain"
 AGAIN = "plain (again)"
 """The second plain arm, whose distance from the first is the noise of the measurement."""
-RIVALS: dict[str, tuple[str, ...]] = {"hf_plain": (), "hf_prompt_lookup": (), "hf_assisted": ("middle",)}
-"""transformers' own arms, and the models that they need beside the target."""
+RIVALS: dict[str, str] = {
+    "hf_plain": "plain", "hf_prompt_lookup": "plain", "hf_assisted": "all_middle", "hf_dflash": "dflash_chain"
+}  # fmt: skip
+"""transformers' own arms, and the pipelines that draft with the models that they need."""
 _EVERYWHERE = ("models", "target", "verifier")  # overrides that reach pipelines without sources too
 
 
@@ -30,15 +32,13 @@ class Lineup:
         names: in the order asked for; `plain (again)` comes last where `plain` is among them.
         pipelines: by arm.
         base: the pipeline whose target all decode with.
-        rivals: the transformers arms among the names.
-        rival_models: what those need beside the target, by name.
+        rivals: by transformers' arm among the names, a pipeline with the models that it needs.
     """
 
     names: tuple[str, ...]
     pipelines: dict[str, ResolvedPipeline]
     base: ResolvedPipeline
-    rivals: tuple[str, ...]
-    rival_models: ResolvedPipeline
+    rivals: dict[str, ResolvedPipeline]
 
     def mapped(self, change: Callable[[ResolvedPipeline], ResolvedPipeline]) -> "Lineup":
         """The same with every pipeline changed."""
@@ -46,17 +46,16 @@ class Lineup:
             self,
             pipelines={name: change(pipeline) for name, pipeline in self.pipelines.items()},
             base=change(self.base),
-            rival_models=change(self.rival_models),
+            rivals={name: change(pipeline) for name, pipeline in self.rivals.items()},
         )
 
     @property
     def models(self) -> dict[str, Any]:
         """Every model that is used, by name."""
         found: dict[str, Any] = dict(self.base.models)
-        for pipeline in self.pipelines.values():
+        for pipeline in [*self.pipelines.values(), *self.rivals.values()]:
             found |= pipeline.models
-        needed = {name for rival in self.rivals for name in RIVALS[rival]}
-        return found | {name: model for name, model in self.rival_models.models.items() if name in needed}
+        return found
 
     def build(self) -> tuple[TargetModel, list[Arm]]:
         """Load every model once, and make the arms: one target object serves all."""
@@ -70,7 +69,7 @@ class Lineup:
         if self.rivals:
             from treegraft_plugins.hf.rivals import rival  # transformers' part, where it is asked for
 
-            made |= {name: rival(name, target, self.rival_models.models) for name in self.rivals}
+            made |= {name: rival(name, target, pipeline.models) for name, pipeline in self.rivals.items()}
         return target, [made[name] for name in self.names]
 
 
@@ -99,7 +98,6 @@ def resolve_arms(
             raise ComposeError("--arms", f"{name!r} a second time", "Allowed: each arm once.")
     if not names:
         raise ComposeError("--arms", "no arm", f"Allowed: {', '.join(known)}.")
-    rivals = tuple(name for name in names if name in RIVALS)
     own = [name for name in names if name not in RIVALS]
     everywhere = [text for text in overrides if _head(text)[0] in _EVERYWHERE]
     models = [text for text in everywhere if _head(text)[0] == "models"]
@@ -116,9 +114,8 @@ def resolve_arms(
         pipelines[AGAIN] = pipelines[PLAIN]
     base = pipelines[own[0]] if own else find(PLAIN, everywhere)
     _check_targets(base, pipelines)
-    needs_middle = any(RIVALS[name] for name in rivals)
-    middle = find("all_middle", models) if needs_middle else base
-    return Lineup((*names, AGAIN) if PLAIN in names else tuple(names), pipelines, base, rivals, middle)
+    rivals = {name: find(RIVALS[name], models) for name in names if name in RIVALS}
+    return Lineup((*names, AGAIN) if PLAIN in names else tuple(names), pipelines, base, rivals)
 
 
 def _head(override: str) -> list[str]:

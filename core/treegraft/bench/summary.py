@@ -116,7 +116,7 @@ def summarize(manifest: Mapping[str, Any], records: Sequence[Record], divergence
         for category in [None, *dict.fromkeys(record.category for record in of_cell)]:
             chosen = [record for record in of_cell if category in (None, record.category)]
             rows += _rows(arms, chosen, category)
-        spread = _spread(_works(of_cell))
+        spread = _spread(works_of(of_cell))
         if spread.value is not None:
             spreads.append({"temperature": temperature, "max_new_tokens": length, **attrs.asdict(spread)})
         for arm in arms:
@@ -139,8 +139,8 @@ def summarize(manifest: Mapping[str, Any], records: Sequence[Record], divergence
 
 
 def _rows(arms: Iterable[str], records: Sequence[Record], category: str | None) -> list[Row]:
-    works = _works(records)
-    decode_works = _works(records, decode=True)
+    works = works_of(records)
+    decode_works = works_of(records, decode=True)
     spread = _spread(works)
     plains = [arm for arm in (PLAIN, HF_PLAIN) if arm in works]
     faster = max(plains, key=lambda arm: float(np.median(works[arm].tokens_per_second())), default=None)
@@ -186,7 +186,7 @@ def _prompt(record: Record) -> tuple[str, str]:
     return record.file, record.prompt_id
 
 
-def _works(records: Sequence[Record], decode: bool = False) -> dict[str, Work]:
+def works_of(records: Sequence[Record], decode: bool = False) -> dict[str, Work]:
     """Tokens and time by arm, over the same prompts and repeats.
 
     With `decode`, without prefill and what it brought; an arm that cannot tell is left out.
