@@ -12,7 +12,7 @@ SPEAKS = list(CANDIDATES).index("selected_score")
 """The one signal that says anything: above zero, a call at the first step brings four tokens; else nothing does."""
 
 
-def rounds(num_rounds: int = 400, steps: int = 3, num_reports: int = 5, gain: int = 4, seed: int = 0) -> Rounds:
+def rounds(num_rounds: int = 60, steps: int = 2, num_reports: int = 3, gain: int = 4, seed: int = 0) -> Rounds:
     """Rounds in which the best policy is to call at the first step where the signal is above zero, and never else."""
     rng = np.random.default_rng(seed)
     shape = (num_rounds, 2**steps)
@@ -31,6 +31,7 @@ def rounds(num_rounds: int = 400, steps: int = 3, num_reports: int = 5, gain: in
         context=rng.integers(200, 300, num_rounds),
         signals=signals.astype(np.float32),
         rows=np.broadcast_to(np.where(calls, 10, 0), (*shape, steps)).copy(),
+        missed=np.zeros(shape, np.int64),
         drafted=np.ones((*shape, steps), np.bool_),
         num_nodes=np.full(shape, 200),
         ranks=ranks,

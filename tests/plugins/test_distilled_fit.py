@@ -6,6 +6,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
+from collecting_toy import manifest
 from distilled_world import SETUP, SPEAKS, rounds
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import fit, report, trajectories
 from treegraft_plugins.schedulers.distilled.collect import read_rounds, write_rounds
+from treegraft_plugins.schedulers.distilled.offline import Fitted, Material
 from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 from treegraft_plugins.schedulers.distilled.weights import Header, Weights, read_header, read_weights
 
 SPEAKING = list(CANDIDATES)[SPEAKS]
+NUM_STEPS = 150  # of training
 
 
 # -- schedules and states ---------------------------------------------------------------------------------------------
@@ -79,6 +82,19 @@ def test_a_label_is_the_bonus_too_and_the_time_of_every_step():
     assert (place.result.emitted == some.accepted(np.full(some.num_nodes.shape, 63)) + 1).all()
 
 
+def test_what_the_middle_missed_is_paid_for_unless_it_is_never_called():
+    some = attrs.evolve(rounds(6), missed=np.full((6, 4), 3))
+    costs = FixedCosts(target=70.0, sources={"small": 0.5, "middle": {1: 1.0, 10: 4.0, 13: 7.0}})
+    result = fit.world(some, SETUP, costs, adaptive=False).result
+    never, mixed = np.zeros(6, np.int64), np.array([0, 0, 0, 0, 0, 3])
+    assert result.along(never)[1].tolist() == [71.0] * 6
+    assert result.along(mixed)[1].tolist() == [74.0] * 5 + [70.0 + 8.0 + 3.0]
+    assert result.fixed_rates()[[0, 3]].tolist() == pytest.approx(
+        [result.emitted[:, number].sum() / ms / 6 for number, ms in ((0, 71.0), (3, 81.0))]
+    )
+    assert result.rate(result.oracle()) >= result.fixed_rates().max()
+
+
 def test_an_adaptive_budget_is_the_best_one_at_the_better_endpoint_s_rate():
     some = rounds(50)
     costs = FixedCosts(target={1: 10.0, 2: 20.0, 64: 700.0}, sources={"small": 0.1, "middle": 1.0})
@@ -103,10 +119,17 @@ def test_the_oracle_is_the_best_of_all_choices_by_brute_force():
 @pytest.fixture(scope="module")
 def world():
     """Worlds under several tables, and a value system fitted to them."""
-    some = rounds(300)
-    fold = trajectories.folds(some.report, 5)
-    worlds = [fit.world(some, SETUP, costs, adapt) for costs, adapt in fit.sampled_costs(None, SETUP, 4)]
-    return some, fold, worlds, fit.fit_value_system(worlds, [SPEAKING], fold, num_steps=400)
+    some = rounds()
+    fold = trajectories.folds(some.report, 3)
+    worlds = [fit.world(some, SETUP, costs, adapt) for costs, adapt in fit.sampled_costs(None, SETUP, 3)]
+    return some, fold, worlds, fit.fit_value_system(worlds, [SPEAKING], fold, num_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def predictors(world):
+    """Predictors of its margins."""
+    _, fold, worlds, system = world
+    return fit.fit_predictors(worlds, [SPEAKING], fit.margins(system, worlds, fold), fold, num_steps=NUM_STEPS)
 
 
 def test_the_search_over_suffixes_equals_brute_force(world):
@@ -139,12 +162,12 @@ def test_searched_online_it_gives_the_folds_average(world):
 
 def test_a_network_never_sees_its_own_fold():
     """What was planted into one fold alone must not be known to the networks that judge it."""
-    some = rounds(200, gain=0)
-    fold = trajectories.folds(some.report, 5)
+    some = rounds(60, steps=1, gain=0)
+    fold = trajectories.folds(some.report, 3)
     ranks = some.ranks.copy()
     ranks[fold == 2] = np.arange(1, ranks.shape[-1] + 1)  # there everything is accepted
     worlds = [fit.world(attrs.evolve(some, ranks=ranks), SETUP, fit.flat_costs(SETUP, 4.0), False)]
-    system = fit.fit_value_system(worlds, [SPEAKING], fold, num_steps=400)
+    system = fit.fit_value_system(worlds, [SPEAKING], fold, num_steps=NUM_STEPS)
     state = fit.state_inputs(worlds[0], system.names)
     rate = np.exp(system.quality(state, fold))[..., 0].mean(1)
     assert rate[fold == 2].mean() == pytest.approx(rate[fold != 2].mean(), rel=2.0)
@@ -154,10 +177,8 @@ def test_a_network_never_sees_its_own_fold():
 # -- known answers ----------------------------------------------------------------------------------------------------
 
 
-def test_the_known_best_policy_is_recovered_from_the_one_signal_that_speaks(world):
-    some, fold, worlds, system = world
-    margins = fit.margins(system, worlds, fold)
-    predictors = fit.fit_predictors(worlds, [SPEAKING], margins, fold, num_steps=400)
+def test_the_known_best_policy_is_recovered_from_the_one_signal_that_speaks(world, predictors):
+    some, fold, _, _ = world
     place = fit.world(some, SETUP, fit.flat_costs(SETUP, 3.0), adaptive=False)
     taken = fit.follow(place, fit.out_of_fold(predictors, place, fold))
     helps = some.signals[:, 0, SPEAKS] > 0
@@ -167,10 +188,10 @@ def test_the_known_best_policy_is_recovered_from_the_one_signal_that_speaks(worl
 
 
 def test_selection_finds_the_one_signal_that_speaks():
-    some = rounds(200)
+    some = rounds(80, steps=1, num_reports=2)
     fold = trajectories.folds(some.report, 2)
     worlds = [fit.world(some, SETUP, fit.flat_costs(SETUP, 4.0), False)]
-    curve = fit.select_signals(worlds, fold, most=1, num_steps=150)
+    curve = fit.select_signals(worlds, fold, most=1, num_steps=100)
     assert [name for name, _ in curve] == ["", SPEAKING]
     assert curve[1][1] < curve[0][1]
 
@@ -189,18 +210,28 @@ def test_emitted_with_the_bonus_is_what_is_maximised():
     assert result.rate(result.oracle()) >= result.fixed_rates()[0]
 
 
-@pytest.mark.parametrize(("gain", "ratio", "learned"), [(0, 4.0, "never"), (12, 1000.0, "always")])
-def test_a_scheduler_that_only_learned_always_or_never_is_recognised(gain, ratio, learned):
+@pytest.mark.parametrize("learned", ["never", "always", "01", ""])
+def test_a_line_says_where_a_scheduler_only_learned_always_or_never(learned):
     some = rounds(60)
-    follow = {"never": 0, "always": 2**some.steps - 1}[learned]
-    tables = [("flat", fit.flat_costs(SETUP, ratio), False)]
-    (line,) = (
-        line
-        for line in report.lines(some, SETUP, tables, lambda place: np.full(len(place.rounds), follow))
-        if line.report == "all"
-    )
-    assert line.learned == learned
-    assert gain >= 0
+    taken = {"never": 0, "always": 3, "01": 1, "": some.num_prompt_tokens % 4}[learned] + np.zeros(len(some), np.int64)
+    found = report.lines(some, SETUP, [("flat", fit.flat_costs(SETUP, 4.0), False)], lambda place: taken)
+    assert [line.report for line in found] == ["pair x 0", "pair x 1", "pair x 2", "all"]
+    assert {line.learned for line in found} == {learned}
+
+
+@pytest.mark.parametrize("learned", ["never", "always", ""])
+def test_the_report_says_so_at_its_beginning(world, predictors, tmp_path, learned):
+    some, fold, worlds, system = world
+    if learned:
+        nothing = {name: np.zeros_like(layer) for name, layer in predictors[0].weights.items()}
+        margin = {"b3": np.float32([{"never": -1.0, "always": 1.0}[learned]])}
+        predictors = [attrs.evolve(each, weights=nothing | margin) for each in predictors]
+    material = Material((manifest(setup=SETUP, target="t", middle="m"),), (some,), fold, tuple(worlds))
+    fitted = Fitted(material, [], {"error": 0.5}, system, predictors, Weights(header(), predictors[-1]))
+    text = report.write_report(fitted, tmp_path).read_text()
+    assert ("It has learned nothing but" in text) == bool(learned)
+    assert text.startswith(f"# A fitted scheduler\n\n**It has learned nothing but {learned}**: ") == bool(learned)
+    assert "| t + m | flat, ratio 2 | 60 |" in text and "| pair x 2 | as measured | 20 |" in text
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
@@ -219,7 +250,7 @@ def test_rounds_round_trip(tmp_path):
 def header(**changes) -> Header:
     return attrs.evolve(
         Header(
-            signals=(SPEAKING,), steps=3, pairs=(("target", "middle"),), vocab_sizes=(7,), ratios=(1.0, 40.0), width=10,
+            signals=(SPEAKING,), steps=2, pairs=(("target", "middle"),), vocab_sizes=(7,), ratios=(1.0, 40.0), width=10,
             max_nodes=63, ablation=None, versions={"treegraft": "0"},
         ),
         **changes,
@@ -227,9 +258,8 @@ def header(**changes) -> Header:
 
 
 @pytest.mark.parametrize("keep_value", [False, True])
-def test_weights_round_trip(world, tmp_path, keep_value):
-    _, fold, worlds, system = world
-    predictor = fit.fit_predictors(worlds, [SPEAKING], fit.margins(system, worlds, fold), fold, num_steps=5)[-1]
+def test_weights_round_trip(world, predictors, tmp_path, keep_value):
+    (_, _, worlds, system), predictor = world, predictors[-1]
     path = tmp_path / "some.safetensors"
     Weights(header(), predictor, system if keep_value else None).save(path)
     again = read_weights(path)
@@ -249,9 +279,7 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("changes", [{"format": 99}, {"signals": ("unheard_of",)}])
-def test_weights_of_another_format_or_with_unknown_signals_are_refused(world, tmp_path, changes):
-    _, fold, worlds, system = world
-    predictor = fit.fit_predictors(worlds, [SPEAKING], fit.margins(system, worlds, fold), fold, num_steps=5)[-1]
-    Weights(header(**changes), predictor).save(tmp_path / "other.safetensors")
+def test_weights_of_another_format_or_with_unknown_signals_are_refused(predictors, tmp_path, changes):
+    Weights(header(**changes), predictors[-1]).save(tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"format 99|unheard_of"):
         read_header(tmp_path / "other.safetensors")

@@ -102,13 +102,33 @@ def test_auto_says_why_no_weights_fit(shipped):
     assert auto.note() == "gain_over_cost, because weights pair: fitted for steps (D) 5, not 4"
 
 
-def test_an_ablation_s_weights_are_taken_by_name_only(shipped):
-    save(shipped / "pair-one_signal.safetensors", ablation="one signal")
-    auto, named = DistilledScheduler(), DistilledScheduler("pair-one_signal")
+def test_an_ablation_s_weights_are_taken_where_it_is_named(shipped):
+    save(shipped / "pair-one_signal.safetensors", ablation="one_signal")
+    save(shipped / "pair.safetensors")
+    for distilled, name in (
+        (DistilledScheduler(), "pair"),
+        (DistilledScheduler(ablation="one_signal"), "pair-one_signal"),
+        (DistilledScheduler("pair-one_signal"), "pair-one_signal"),
+        (DistilledScheduler("pair-one_signal", ablation="one_signal"), "pair-one_signal"),
+    ):
+        distilled.bind(setting())
+        assert distilled.note().startswith(f"weights {name};")
+    (shipped / "pair.safetensors").unlink()
+    auto = DistilledScheduler()
     auto.bind(setting())
-    named.bind(setting())
-    assert auto.note().startswith("gain_over_cost, because no weights are shipped for t + m")
-    assert named.note().startswith("weights pair-one_signal;")
+    assert auto.note() == "gain_over_cost, because no weights are shipped for t + m"
+
+
+def test_an_ablation_without_weights_is_refused_with_the_command_that_makes_them(shipped):
+    save(shipped / "pair.safetensors")
+    with pytest.raises(ComposeError, match=r"'all_signals': no weights are shipped for t \+ m") as error:
+        DistilledScheduler(ablation="all_signals").bind(setting())
+    assert "treegraft fit scheduler DIR... --ablations --out NAME.safetensors" in str(error.value)
+    assert "scheduler.weights=NAME-all_signals.safetensors" in str(error.value)
+    with pytest.raises(ComposeError, match="fitted as the whole system, not as the ablation all_signals"):
+        DistilledScheduler("pair", ablation="all_signals").bind(setting())
+    with pytest.raises(ValueError, match="value_online"):
+        DistilledScheduler(ablation="no_signals")
 
 
 @pytest.mark.parametrize("ratio", [0.5, 41.0])
@@ -149,5 +169,5 @@ def test_a_source_that_failed_leaves_the_rest_to_the_fallback(shipped):
 
 def test_mode_value_needs_weights_that_kept_the_value_system(shipped):
     save(shipped / "pair.safetensors")
-    with pytest.raises(ComposeError, match="kept no value system"):
+    with pytest.raises(ComposeError, match="holds no value system"):
         DistilledScheduler(mode="value").bind(setting())

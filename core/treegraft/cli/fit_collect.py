@@ -21,8 +21,8 @@ from treegraft.pipeline import Pipeline
 from treegraft.replay.recording import ReplayTarget
 
 DATASETS = ("category", "file", "id")
-REPLAYED = ("calibration=off", "costs={use: fixed}")
-"""What makes a round a function of its prefix."""
+REPLAYED = "costs={use: fixed}"
+"""What makes a run a function of its text."""
 
 
 @click.command()
@@ -42,12 +42,9 @@ REPLAYED = ("calibration=off", "costs={use: fixed}")
 )  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
 @click.option(
-    "--every",
-    type=click.IntRange(min=1),
-    default=4,
-    show_default=True,
-    help="Tokens from one replayed prefix to the next.",
-)
+    "--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    help="Replay all schedules at every N-th round of a continuation.",
+)  # fmt: skip
 @click.option(
     "--dataset", type=click.Choice(DATASETS), default="category", show_default=True,
     help="What groups rounds into reports, which folds never split: a prompt's category, its file, or its id up to "
@@ -79,8 +76,9 @@ def collect(
 ) -> None:
     """Decode prompts plainly and replay them under all 2^D schedules: what `fit scheduler` learns from.
 
-    One Parquet file for each prompt and temperature is written to DIR; what is there is not made again, so the same
-    command goes on with an interrupted collection. The cost table measured at the start goes into DIR/manifest.json.
+    A continuation is cut into rounds, each of a schedule drawn at random; where one begins, all are replayed. One
+    Parquet file for each prompt and temperature is written to DIR; what is there is not made again, so the same command
+    goes on with an interrupted collection. The cost table measured at the start goes into DIR/manifest.json.
     """
     require_packages()
     from treegraft_plugins.schedulers.distilled import collect as parts
@@ -95,7 +93,7 @@ def collect(
         report("loading models", 0, 1)
         live = build(resolved)
         replayed = build(
-            _replaying(resolve(pipeline, [*overrides, *REPLAYED], registry=registry, plugins=plugins), live)
+            _replaying(resolve(pipeline, [*overrides, REPLAYED], registry=registry, plugins=plugins), live)
         )
         small, middle = _small_and_middle(live)
         texts = [
@@ -112,6 +110,7 @@ def collect(
                 small, middle, next(source.width for source in live.sources if source.name == middle),
                 live.parts.budget.max_verify_nodes,
             ),
+            pipeline={key: resolved.config[key] for key in ("sources", "pruner", "calibration")},
             steps=live.parts.steps,
             max_new_tokens=max_new_tokens,
             every=every,
@@ -127,9 +126,11 @@ def collect(
 
 
 def _replaying(resolved: ResolvedPipeline, live: Pipeline) -> ResolvedPipeline:
-    """The pipeline with a target that replays what `live`'s has decoded."""
-    given = attrs.evolve(resolved.parts["target"], given=ReplayTarget(live.target))
-    return attrs.evolve(resolved, parts=resolved.parts | {"target": given})
+    """The pipeline with `live`'s drafters, and a target that replays what `live`'s has decoded."""
+    given = {f"sources.{source.name}.draft": source.drafter for source in live.sources}
+    given["target"] = ReplayTarget(live.target)
+    parts = {path: attrs.evolve(part, given=given.get(path, part.given)) for path, part in resolved.parts.items()}
+    return attrs.evolve(resolved, parts=parts)
 
 
 def _small_and_middle(pipeline: Pipeline) -> tuple[str, str]:

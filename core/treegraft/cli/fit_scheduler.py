@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
 import click
 import torch
 
@@ -37,8 +36,14 @@ from treegraft.errors import RequestError, suggest
     "--resamples", type=click.IntRange(min=2), default=12, show_default=True, help="Cost tables to fit under."
 )
 @click.option("--training-steps", type=click.IntRange(min=1), default=2500, show_default=True, help="Of each network.")
-@click.option("--keep-value", is_flag=True, help="Keep the value system in FILE, for `mode: value`.")
-@click.option("--ablation", metavar="TEXT", help="Say what is left out; `weights: auto` passes such weights by.")
+@click.option(
+    "--selection-steps", type=click.IntRange(min=1), default=250, show_default=True,
+    help="Of each network that judges a signal.",
+)  # fmt: skip
+@click.option(
+    "--ablations", "with_ablations", is_flag=True,
+    help="Fit the ablations too, and write them beside FILE: value_online, one_signal, all_signals.",
+)  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
 def scheduler(
     folders: Sequence[Path],
@@ -50,15 +55,16 @@ def scheduler(
     exclude: Sequence[str],
     resamples: int,
     training_steps: int,
-    keep_value: bool,
-    ablation: str | None,
+    selection_steps: int,
+    with_ablations: bool,
     seed: int,
 ) -> None:
     """Fit weights for the scheduler `distilled` to the rounds in DIR..., and report what they are worth."""
     require_packages()
-    from treegraft_plugins.schedulers.distilled.offline import Options, fit_scheduler
+    from treegraft_plugins.schedulers.distilled.offline import Options, fit_ablations, fit_scheduler, gather
     from treegraft_plugins.schedulers.distilled.report import write_report
     from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
+    from treegraft_plugins.schedulers.distilled.weights import ABLATIONS
 
     unknown = [name for name in signals if name not in CANDIDATES]
     if unknown:
@@ -67,16 +73,25 @@ def scheduler(
         )
     if out.suffix != ".safetensors":
         raise RequestError("--out", str(out), "Allowed: a file name that ends in .safetensors.")
+    files = {None: out} | {name: out.with_stem(f"{out.stem}-{name}") for name in ABLATIONS if with_ablations}
+    for path in files.values():
+        if path.exists():
+            raise RequestError(
+                f"--out {out}", f"{path} exists", "Allowed: new files.", "Remove it, or take another name."
+            )
     options = Options(
         signals=tuple(signals), num_signals=num_signals, folds=folds, resamples=resamples, exclude=tuple(exclude),
-        training_steps=training_steps, ablation=ablation, seed=seed,
+        training_steps=training_steps, selection_steps=selection_steps, seed=seed,
     )  # fmt: skip
     torch.set_num_threads(1)  # networks so small lose by sharing
     beside = report or out.with_name(f"{out.stem}-report")
     with progress() as say:
-        fitted = fit_scheduler(folders, options, beside, say)
+        material = gather(folders, options)
+        fitted = fit_scheduler(material, options, beside, say)
+        ablations = fit_ablations(fitted, options, beside, say) if with_ablations else {}
+    path = write_report(fitted, beside, ablations)
     out.parent.mkdir(parents=True, exist_ok=True)
-    (fitted.weights if keep_value else attrs.evolve(fitted.weights, value=None)).save(out)
-    path = write_report(fitted, beside)
+    for name, each in {None: fitted, **ablations}.items():
+        each.weights.save(files[name])
     click.echo(path.read_text())
-    click.echo(f"weights: {out}; report: {path}", err=True)
+    click.echo(f"weights: {', '.join(map(str, files.values()))}; report: {path}", err=True)

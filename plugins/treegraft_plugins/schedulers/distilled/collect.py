@@ -1,5 +1,8 @@
 """Collecting replayed rounds: plain continuations, each replayed under all schedules, one file each.
 
+Along a continuation rounds follow schedules drawn at random. Where one begins, all schedules are replayed, with the
+calibration and the caches that the rounds before have left: what a live run finds there.
+
 A folder of them holds `manifest.json`, what everything in it was made with, and `parts/`, a Parquet file for each
 (prompt, temperature). A part is written whole or not at all, and a part that is there is never made again: a collection
 may be killed at any moment and goes on where it stood.
@@ -7,7 +10,7 @@ may be killed at any moment and goes on where it stood.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from treegraft.errors import RequestError
 from treegraft.interfaces import RoundState, Source
 from treegraft.pipeline import Pipeline
 from treegraft.replay.recording import Recording, record, reference_path, wants_of
-from treegraft.replay.schedules import Label, Prefix, schedules
+from treegraft.replay.schedules import Follow, Label, Prefix, schedules
 from treegraft.sampling import SamplingOptions
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import trajectories
@@ -27,8 +30,8 @@ from treegraft_plugins.schedulers.distilled.fit import Setup
 from treegraft_plugins.schedulers.distilled.signals import CANDIDATES, tree_signals
 from treegraft_plugins.schedulers.distilled.trajectories import BUDGETS, MAX_RANKS, Rounds
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+MANIFEST, PARTS = "manifest.json", "parts"
+FORMAT = 2
 Progress = Callable[[str, int, int], None]
 
 
@@ -56,9 +59,10 @@ class Manifest:
     Attributes:
         target, middle: names of the models.
         vocab_size: V.
-        setup: the pipeline, as far as labels depend on it.
+        setup: names and sizes that decisions and costs depend on.
+        pipeline: whatever else labels depend on: `sources`, `pruner` and `calibration`, as the registry has them.
         steps: D.
-        max_new_tokens, every, temperatures, seed: of the continuations, and how far apart prefixes lie.
+        max_new_tokens, every, temperatures, seed: of the continuations, and how many rounds apart prefixes lie.
         signals: the candidates, in order.
         prompts: a hash over all prompts.
         costs: the latencies measured on the machine (arguments of the cost model `fixed`).
@@ -70,6 +74,7 @@ class Manifest:
     middle: str
     vocab_size: int
     setup: Setup
+    pipeline: dict[str, Any]
     steps: int
     max_new_tokens: int
     every: int
@@ -103,16 +108,32 @@ class Manifest:
             part.write_text(json.dumps(attrs.asdict(self), indent=1) + "\n")
             part.replace(path)
             return
-        there, here = read_manifest(folder), self
-        for field in attrs.fields(Manifest):
-            if field.name in ("costs", "versions"):  # measured anew, and allowed to move
-                continue
-            if getattr(there, field.name) != getattr(here, field.name):
-                raise RequestError(
-                    f"{path}: {field.name}",
-                    f"{getattr(there, field.name)!r:.99}; now {getattr(here, field.name)!r:.99}",
-                    "A folder holds one collection.", "Take another --out, or the options it was begun with.",
-                )  # fmt: skip
+        there = read_manifest(folder)
+        # Costs are measured anew and versions may move.
+        found = self.difference(there, [name for name in attrs.asdict(self) if name not in ("costs", "versions")])
+        if found is not None:
+            name, now, then = found
+            raise RequestError(
+                f"{path}: {name}", f"{then!r:.99}; now {now!r:.99}", "A folder holds one collection.",
+                "Take another --out, or the options it was begun with.",
+            )  # fmt: skip
+
+    def difference(self, other: "Manifest", names: Collection[str]) -> tuple[str, Any, Any] | None:
+        """The first difference to another manifest in the fields of `names`: its path, and what each says."""
+        mine, its = (dict(_flat(attrs.asdict(each))) for each in (self, other))
+        for path in mine | its:
+            if path.partition(".")[0] in names and mine.get(path) != its.get(path):
+                return path, mine.get(path), its.get(path)
+        return None
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings by their paths, joined by dots."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, inner in value.items():
+        yield from _flat(inner, f"{path}.{key}" if path else key)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -152,7 +173,7 @@ def collect(
 
     Args:
         live: the pipeline with its real target.
-        replayed: the same one with a ReplayTarget, `calibration=off` and fixed costs.
+        replayed: the same one with a ReplayTarget and fixed costs.
         texts: the prompts.
         manifest: what the collection is made with.
         folder: where it goes.
@@ -161,20 +182,24 @@ def collect(
     Raises:
         RequestError: the folder holds another collection.
     """
-    parts = folder / "parts"
-    parts.mkdir(parents=True, exist_ok=True)
+    (folder / PARTS).mkdir(parents=True, exist_ok=True)
     manifest.save(folder)
-    todo = [(text, temperature) for text in texts for temperature in manifest.temperatures]
-    for number, (text, temperature) in enumerate(todo):
-        path = parts / f"{part_name(text, temperature)}.parquet"
-        progress("replaying", number, len(todo))
-        if not path.exists():
-            recording = record(
-                live.target, text.token_ids, manifest.max_new_tokens, SamplingOptions(temperature), manifest.seed,
-                wants_of([replayed]),
-            )  # fmt: skip
-            write_rounds(path, replayed_rounds(replayed, recording, text, temperature, manifest))
-    progress("replaying", len(todo), len(todo))
+    every = [(text, temperature) for text in texts for temperature in manifest.temperatures]
+    todo = [each for each in every if not _part(folder, *each).exists()]
+    for number, (text, temperature) in enumerate(todo, len(every) - len(todo)):
+        progress("replaying", number, len(every))
+        recording = record(
+            live.target, text.token_ids, manifest.max_new_tokens, SamplingOptions(temperature), manifest.seed,
+            wants_of([replayed]),
+        )  # fmt: skip
+        write_rounds(
+            _part(folder, text, temperature), replayed_rounds(replayed, recording, text, temperature, manifest)
+        )
+    progress("replaying", len(every), len(every))
+
+
+def _part(folder: Path, text: Text, temperature: float) -> Path:
+    return folder / PARTS / f"{part_name(text, temperature)}.parquet"
 
 
 def part_name(text: Text, temperature: float) -> str:
@@ -185,12 +210,13 @@ def part_name(text: Text, temperature: float) -> str:
 def replayed_rounds(
     replayed: Pipeline, recording: Recording, text: Text, temperature: float, manifest: Manifest
 ) -> Rounds:
-    """All schedules at every `every`-th prefix of one continuation."""
-    setup = manifest.setup
+    """All schedules at the beginning of every `every`-th round of one continuation."""
+    setup, names = manifest.setup, (manifest.setup.small, manifest.setup.middle)
     middle = next(source for source in replayed.sources if source.name == setup.middle)
+    follow = behaviour(text, temperature, manifest)
     rows = [
         _round(prefix, recording, setup, manifest.steps, middle)
-        for prefix in schedules(replayed, recording, sources=(setup.small, setup.middle), every=manifest.every)
+        for prefix in schedules(replayed, recording, sources=names, every=manifest.every, follow=follow)
     ]
     size = len(rows)
     columns = {name: np.array([row[name] for row in rows]) for name in rows[0]} if rows else {}
@@ -204,6 +230,18 @@ def replayed_rounds(
     )
 
 
+def behaviour(text: Text, temperature: float, manifest: Manifest) -> Follow:
+    """The schedules that the rounds of one continuation follow: each of the 2^D is as likely as the others.
+
+    So the prefixes, and what was learnt on the way to them, are those of no schedule in particular.
+    """
+    key = hashlib.sha256(f"{part_name(text, temperature)} {manifest.seed}".encode()).digest()
+    names = (manifest.setup.small, manifest.setup.middle)
+    everything = trajectories.schedules(manifest.steps).astype(int)
+    drawn = np.random.default_rng(list(key)).integers(len(everything), size=manifest.max_new_tokens)
+    return lambda number: tuple(names[called] for called in everything[drawn[number]])
+
+
 def _round(prefix: Prefix, recording: Recording, setup: Setup, steps: int, middle: Source) -> dict[str, Any]:
     """The columns of one round that depend on its trees."""
     names = (setup.small, setup.middle)
@@ -211,7 +249,7 @@ def _round(prefix: Prefix, recording: Recording, setup: Setup, steps: int, middl
         tuple(names[called] for called in schedule) for schedule in trajectories.schedules(steps).astype(int).tolist()
     ]
     reference = recording.tokens[prefix.num_emitted :]
-    found = [_labels(prefix.labels[schedule], reference, steps) for schedule in flags]
+    found = [_labels(prefix.labels[schedule], reference, steps, setup.middle) for schedule in flags]
     return {
         "context": np.int32(len(recording.prompt) + prefix.num_emitted),
         "signals": np.array(list(_signals(prefix, setup, steps, middle)), np.float32),
@@ -235,7 +273,7 @@ def _signals(prefix: Prefix, setup: Setup, steps: int, middle: Source) -> Iterat
             yield tree_signals(state, middle, list(CANDIDATES))
 
 
-def _labels(label: Label, reference: NDArray[np.int64], steps: int) -> dict[str, Any]:
+def _labels(label: Label, reference: NDArray[np.int64], steps: int, middle: str) -> dict[str, Any]:
     tree, taken = label.state.tree, label.state.steps
     drafted = np.zeros(steps, np.bool_)
     drafted[: len(taken)] = [len(step.positions) > 0 for step in taken]
@@ -248,6 +286,7 @@ def _labels(label: Label, reference: NDArray[np.int64], steps: int) -> dict[str,
     mass = np.cumsum(np.exp(tree.path_score[ranked])) - 1.0
     return {
         "rows": label.num_rows.astype(np.int32),
+        "missed": np.int32(label.num_missed[middle][0]),
         "drafted": drafted,
         "num_nodes": np.int32(len(tree) - 1),
         "ranks": ranks,
@@ -287,6 +326,7 @@ def read_rounds(path: Path) -> Rounds:
     shapes = {
         "signals": (trajectories.num_states(steps), len(CANDIDATES)),
         "rows": (2**steps, steps),
+        "missed": (2**steps,),
         "drafted": (2**steps, steps),
         "num_nodes": (2**steps,),
         "ranks": (2**steps, MAX_RANKS),
@@ -309,7 +349,7 @@ def read_collection(folder: Path) -> tuple[Manifest, Rounds]:
         RequestError: it holds no collection.
     """
     manifest = read_manifest(folder)
-    files = sorted((folder / "parts").glob("*.parquet"))
+    files = sorted((folder / PARTS).glob("*.parquet"))
     parts = [rounds for rounds in map(read_rounds, files) if len(rounds)]
     if not parts:
         raise RequestError(str(folder), "a collection without rounds", None, "Run treegraft fit collect to its end.")

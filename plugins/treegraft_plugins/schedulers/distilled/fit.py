@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treegraft.statistics import CostModel
-from treegraft.tree import Bools, Floats, Ints
+from treegraft.tree import Floats, Ints
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import trajectories
 from treegraft_plugins.schedulers.distilled.networks import Networks, Normaliser, train
@@ -25,12 +25,19 @@ from treegraft_plugins.schedulers.distilled.trajectories import Outcome, Rounds
 RATIOS = (1.0, 40.0)
 """Smallest and largest t_target / t_middle that is fitted for."""
 MAX_MARGIN = 0.5
-Report = Callable[[str], None]
+Done = Callable[[int], None]
+"""Called with how much is done."""
 
 
 @attrs.frozen
 class Setup:
-    """The pipeline that the rounds were replayed under, as far as labels depend on it."""
+    """The pipeline that the rounds were replayed under, by what decides and costs are told of it.
+
+    Attributes:
+        small, middle: names of the sources.
+        width: W of the middle.
+        max_nodes: B.
+    """
 
     small: str
     middle: str
@@ -210,7 +217,13 @@ def targets(place: World) -> Floats:
 
 
 def fit_value_system(
-    worlds: Sequence[World], names: Sequence[str], fold: Ints, *, num_steps: int = 2500, seed: int = 0
+    worlds: Sequence[World],
+    names: Sequence[str],
+    fold: Ints,
+    *,
+    num_steps: int = 2500,
+    seed: int = 0,
+    on_step: Done = lambda done: None,
 ) -> ValueSystem:
     """Fit the heads, each network without one fold.
 
@@ -218,8 +231,9 @@ def fit_value_system(
         worlds: the same rounds under several cost tables.
         names: tree signals to read.
         fold: int [N], the fold of each round.
-        num_steps: of training.
+        num_steps: of training, for each action.
         seed: of training.
+        on_step: called with the steps done, 2 * num_steps in all.
     """
     steps, num_folds = worlds[0].rounds.steps, int(fold.max()) + 1
     state = np.concatenate([state_inputs(place, names) for place in worlds])
@@ -236,7 +250,10 @@ def fit_value_system(
         y = wanted[:, :, branch.schedule].reshape(2, -1).repeat(num_folds, 0).astype(np.float32)
         kept = folds[None] != np.arange(num_folds)[:, None]
         weight = np.tile(kept.repeat(len(branch.state), 1), (2, 1)).astype(np.float32)
-        heads.append(train(rows, y, weight, num_steps=num_steps, seed=seed))
+        before = len(heads) * num_steps
+        heads.append(
+            train(rows, y, weight, num_steps=num_steps, seed=seed, on_step=lambda done, b=before: on_step(b + done))
+        )
     assert normaliser is not None
     return ValueSystem(tuple(names), steps, normaliser, scale, *heads)
 
@@ -274,11 +291,18 @@ def _log_rate(values: Floats) -> Floats:
 
 
 def select_signals(
-    worlds: Sequence[World], fold: Ints, *, most: int, num_steps: int = 250, report: Report = lambda line: None
+    worlds: Sequence[World], fold: Ints, *, most: int, num_steps: int = 250, on_signal: Done = lambda done: None
 ) -> list[tuple[str, float]]:
     """Forward selection among the candidates by the mean out-of-fold error of both branches.
 
     Smaller networks than the final ones judge the candidates, all of them and all folds side by side.
+
+    Args:
+        worlds: the same rounds under several cost tables.
+        fold: int [N], the fold of each round.
+        most: how many to select.
+        num_steps: of training.
+        on_signal: called with how many are selected.
 
     Returns:
         (signal, error once it is added), in the order of selection; the first entry is ("", error without any).
@@ -336,7 +360,7 @@ def select_signals(
         best = int(np.argmin(scores))
         chosen.append(rest[best])
         curve.append((names[rest[best]], scores[best]))
-        report(f"signal {len(chosen)}: {names[rest[best]]} (error {scores[best]:.4f})")
+        on_signal(len(chosen))
     return curve
 
 
@@ -374,7 +398,14 @@ class Predictor:
 
 
 def fit_predictors(
-    worlds: Sequence[World], names: Sequence[str], wanted: Floats, fold: Ints, *, num_steps: int = 2500, seed: int = 0
+    worlds: Sequence[World],
+    names: Sequence[str],
+    wanted: Floats,
+    fold: Ints,
+    *,
+    num_steps: int = 2500,
+    seed: int = 0,
+    on_step: Done = lambda done: None,
 ) -> list[Predictor]:
     """Predictors of the margins [worlds, N, 2^D - 1]: one without each fold, and at the end one of all rounds."""
     steps, num_folds = worlds[0].rounds.steps, int(fold.max()) + 1
@@ -383,9 +414,8 @@ def fit_predictors(
     rows, y = normaliser(x).reshape(-1, x.shape[-1]), wanted.reshape(1, -1).repeat(num_folds + 1, 0).astype(np.float32)
     kept = np.tile(fold, len(worlds))[None] != np.arange(num_folds + 1)[:, None]
     weight = kept.repeat(x.shape[1], 1).astype(np.float32)
-    layers = {
-        name: layer.numpy() for name, layer in train(rows, y, weight, num_steps=num_steps, seed=seed).layers.items()
-    }
+    networks = train(rows, y, weight, num_steps=num_steps, seed=seed, on_step=on_step)
+    layers = {name: layer.numpy() for name, layer in networks.layers.items()}
     return [
         Predictor(
             tuple(names), steps, normaliser,
@@ -411,9 +441,3 @@ def out_of_fold(predictors: Sequence[Predictor], place: World, fold: Ints) -> Fl
     for k, predictor in enumerate(predictors[:-1]):
         margin[fold == k] = predictor(state[fold == k])
     return margin
-
-
-def always_or_never(place: World, followed: Ints) -> Bools:
-    """bool [2]: whether every round skips at all steps, and whether every round calls at all steps."""
-    last = 2**place.rounds.steps - 1
-    return np.array([(followed == 0).all(), (followed == last).all()])

@@ -1,6 +1,6 @@
 """Small networks of one shape, trained side by side: folds, heads and candidate sets of signals in one batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 import numpy as np
@@ -31,7 +31,8 @@ class Normaliser:
 
     def __call__(self, x: Floats) -> NDArray[np.float32]:
         """Rows [..., I], standardised and clipped."""
-        return np.clip((x - self.mean) / self.std, -CLIP, CLIP).astype(np.float32)
+        standard = (x - self.mean) / self.std
+        return np.minimum(np.maximum(standard, -CLIP), CLIP).astype(np.float32)  # several times faster than np.clip
 
 
 @attrs.frozen(eq=False)
@@ -85,6 +86,7 @@ def train(
     learning_rate: float = 3e-3,
     weight_decay: float = 1e-2,
     seed: int = 0,
+    on_step: Callable[[int], None] = lambda done: None,
 ) -> Networks:
     """Fit M networks to M targets of the same rows by weighted least squares.
 
@@ -98,6 +100,7 @@ def train(
         batch: rows a step.
         learning_rate, weight_decay: of AdamW.
         seed: of initial weights and batches.
+        on_step: called after every step with the number of those done.
     """
     generator = torch.Generator().manual_seed(seed)
     networks = Networks.fresh(len(y), x.shape[1], hidden, generator)
@@ -106,7 +109,7 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
     inputs, targets, weights = torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(weight)
     seen = None if mask is None else torch.from_numpy(mask)
-    for _ in range(num_steps):
+    for done in range(1, num_steps + 1):
         rows = torch.randint(len(inputs), (min(batch, len(inputs)),), generator=generator)
         error = networks(inputs[rows], seen) - targets[:, rows]
         loss = (weights[:, rows] * error.square()).mean(1).sum()
@@ -114,4 +117,5 @@ def train(
         loss.backward()
         optimiser.step()
         schedule.step()
+        on_step(done)
     return Networks({name: layer.detach() for name, layer in networks.layers.items()})

@@ -5,19 +5,33 @@ import json
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
-from treegraft.errors import RequestError
-from treegraft.tree import Floats, Ints
+from treegraft.errors import RequestError, suggest
+from treegraft.tree import Ints
 from treegraft_plugins.options import whole
 from treegraft_plugins.schedulers.distilled import fit, trajectories
 from treegraft_plugins.schedulers.distilled.collect import Manifest, read_collection
 from treegraft_plugins.schedulers.distilled.fit import RATIOS, Predictor, ValueSystem, World
 from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 from treegraft_plugins.schedulers.distilled.trajectories import Rounds
-from treegraft_plugins.schedulers.distilled.weights import Header, Weights
+from treegraft_plugins.schedulers.distilled.weights import (
+    ALL_SIGNALS,
+    ONE_SIGNAL,
+    VALUE_ONLINE,
+    Header,
+    Weights,
+    predictor_arrays,
+    predictor_of,
+    read_arrays,
+    value_arrays,
+    value_of,
+    write_arrays,
+)
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,7 +48,6 @@ class Options:
         training_steps: of the heads and of the predictor.
         selection_steps: of the networks that judge candidates.
         exclude: categories that are kept out, to be judged on later.
-        ablation: what is left out on purpose; `weights: auto` passes such weights by.
         seed: of everything random.
     """
 
@@ -45,8 +58,34 @@ class Options:
     training_steps: int = attrs.field(default=2500, validator=whole(1))
     selection_steps: int = attrs.field(default=250, validator=whole(1))
     exclude: tuple[str, ...] = ()
-    ablation: str | None = None
     seed: int = attrs.field(default=0, validator=whole(0))
+
+
+@attrs.frozen(eq=False)
+class Material:
+    """What is fitted to.
+
+    Attributes:
+        manifests: of the collections.
+        parts: the rounds of each.
+        fold: int [N], of all rounds in the collections' order.
+        worlds: all rounds under every cost table.
+    """
+
+    manifests: tuple[Manifest, ...]
+    parts: tuple[Rounds, ...]
+    fold: Ints
+    worlds: tuple[World, ...]
+
+    @property
+    def rounds(self) -> Rounds:
+        """All rounds."""
+        return self.worlds[0].rounds
+
+    @property
+    def owner(self) -> Ints:
+        """int [N], the collection of each round."""
+        return np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts])
 
 
 @attrs.frozen(eq=False)
@@ -54,38 +93,28 @@ class Fitted:
     """A fit and all that its report is made from.
 
     Attributes:
-        manifests: of the collections.
-        rounds: all rounds that were fitted to, in the collections' order.
-        owner: int [N], the collection of each round.
-        fold: int [N].
+        material: what it was fitted to.
         curve: (signal, error once it is added), or empty where the signals were given.
         errors: out-of-fold errors of the value system.
         value: the value system.
-        margins: float [tables, N, 2^D - 1], out of fold.
         predictors: one without each fold, and last the one that is shipped.
         weights: for the scheduler.
     """
 
-    manifests: tuple[Manifest, ...]
-    rounds: Rounds
-    owner: Ints
-    fold: Ints
+    material: Material
     curve: list[tuple[str, float]]
     errors: dict[str, float]
     value: ValueSystem
-    margins: Floats
     predictors: list[Predictor]
     weights: Weights
 
 
-def fit_scheduler(folders: Sequence[Path], options: Options, work: Path, progress: Progress) -> Fitted:
-    """Fit a scheduler to collections.
+def gather(folders: Sequence[Path], options: Options) -> Material:
+    """The rounds of collections, under the cost tables to fit for.
 
     Args:
-        folders: made by `treegraft fit collect`, of pipelines with the same D, W and B.
-        options: how.
-        work: a folder for what finished steps made.
-        progress: called with (what is being done, how much is done, how much there is).
+        folders: made by `treegraft fit collect`, of pipelines with the same parts and sizes.
+        options: how to fit.
 
     Raises:
         RequestError: the collections do not fit together, or are too few reports.
@@ -93,56 +122,94 @@ def fit_scheduler(folders: Sequence[Path], options: Options, work: Path, progres
     collections = [read_collection(folder) for folder in folders]
     manifests = tuple(manifest for manifest, _ in collections)
     _check_alike(folders, manifests)
-    parts = [rounds.take(~np.isin(rounds.category, options.exclude)) for _, rounds in collections]
-    rounds, owner = Rounds.joined(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    unknown = set(options.exclude).difference(*(rounds.category.tolist() for _, rounds in collections))
+    if unknown:
+        known = sorted({name for _, rounds in collections for name in rounds.category.tolist()})
+        raise RequestError(
+            "--exclude", f"{min(unknown)!r}", f"Categories: {', '.join(known)}.", suggest(min(unknown), known)
+        )
+    parts = tuple(rounds.take(~np.isin(rounds.category, options.exclude)) for _, rounds in collections)
+    reports = np.concatenate([part.report for part in parts])
     try:
-        fold = trajectories.folds(rounds.report, options.folds)
+        fold = trajectories.folds(reports, options.folds)
     except ValueError as error:
         raise RequestError(
-            "--folds", str(error), f"Allowed: at most as many folds as reports, here {len(set(rounds.report))}.",
+            "--folds", str(error), f"Allowed: at most as many folds as reports, here {len(set(reports.tolist()))}.",
             "Collect more kinds of text, or fewer folds.",
         ) from error  # fmt: skip
-    steps = _Steps(work, _key(manifests, rounds, options), progress)
-    worlds = _worlds(manifests, parts, options)
+    return Material(manifests, parts, fold, tuple(_worlds(manifests, parts, options)))
+
+
+def fit_scheduler(material: Material, options: Options, work: Path, progress: Progress) -> Fitted:
+    """Fit a scheduler.
+
+    Args:
+        material: what to fit to.
+        options: how.
+        work: a folder for what finished steps made.
+        progress: called with (what is being done, how much is done, how much there is).
+    """
+    steps = _Steps(work, material, options, progress)
     curve, names = [], options.signals
     if not names:
-        curve = steps.selection(worlds, fold, options)
+        curve = steps.selection()
         names = tuple(name for name, _ in curve[1 : options.num_signals + 1])
-    progress("value system", 0, 1)
-    value = fit.fit_value_system(worlds, names, fold, num_steps=options.training_steps, seed=options.seed)
-    progress("value system", 1, 1)
-    wanted = fit.margins(value, worlds, fold)
-    progress("predictor", 0, 1)
-    predictors = fit.fit_predictors(
-        worlds, names, wanted, fold, num_steps=options.training_steps, seed=options.seed
-    )  # fmt: skip
-    progress("predictor", 1, 1)
+    return _fitted(material, steps, names, curve)
+
+
+def fit_ablations(whole: Fitted, options: Options, work: Path, progress: Progress) -> dict[str, Fitted]:
+    """By name, the ablations of a fit: the value system itself, the signal selected first, all candidates.
+
+    Args:
+        whole: the fit.
+        options, work, progress: it was made with.
+    """
+    material, names = whole.material, whole.weights.header.signals
+    steps = _Steps(work, material, options, progress)
+    value_online = attrs.evolve(whole.weights.header, ablation=VALUE_ONLINE)
+    return {
+        VALUE_ONLINE: attrs.evolve(whole, weights=attrs.evolve(whole.weights, header=value_online, value=whole.value)),
+        ONE_SIGNAL: _fitted(material, steps, names[:1], [], ONE_SIGNAL),
+        ALL_SIGNALS: _fitted(material, steps, tuple(CANDIDATES), [], ALL_SIGNALS),
+    }
+
+
+def _fitted(
+    material: Material,
+    steps: "_Steps",
+    names: tuple[str, ...],
+    curve: list[tuple[str, float]],
+    ablation: str | None = None,
+) -> Fitted:
+    """The value system over these signals, and the predictor of its margins."""
+    value = steps.value_system(names)
+    predictors = steps.predictors(value)
+    manifests = material.manifests
     header = Header(
         signals=names,
-        steps=rounds.steps,
+        steps=material.rounds.steps,
         pairs=tuple(dict.fromkeys((each.target, each.middle) for each in manifests)),
         vocab_sizes=tuple(dict.fromkeys(each.vocab_size for each in manifests)),
         ratios=RATIOS,
         width=manifests[0].setup.width,
         max_nodes=manifests[0].setup.max_nodes,
-        ablation=options.ablation,
+        ablation=ablation,
         versions={name: metadata.version(name) for name in ("treegraft", "torch", "numpy")},
     )
-    return Fitted(
-        manifests, rounds, owner, fold, curve, fit.errors(value, worlds, fold), value, wanted, predictors,
-        Weights(header, predictors[-1], value),
-    )  # fmt: skip
+    errors = fit.errors(value, material.worlds, material.fold)
+    return Fitted(material, curve, errors, value, predictors, Weights(header, predictors[-1]))
 
 
 def _check_alike(folders: Sequence[Path], manifests: Sequence[Manifest]) -> None:
     first = manifests[0]
     for folder, other in zip(folders, manifests, strict=True):
-        for name in ("steps", "setup"):
-            if getattr(other, name) != getattr(first, name):
-                raise RequestError(
-                    f"{folder}: {name}", f"{getattr(other, name)}, and {getattr(first, name)} in {folders[0]}",
-                    "Allowed: collections of the same pipeline, with any models.", "Fit them apart.",
-                )  # fmt: skip
+        found = first.difference(other, ("steps", "setup", "pipeline"))
+        if found is not None:
+            name, expected, said = found
+            raise RequestError(
+                f"{folder}: {name}", f"{said!r}, and {expected!r} in {folders[0]}",
+                "Allowed: collections of the same pipeline, with any models.", "Fit them apart.",
+            )  # fmt: skip
 
 
 def _worlds(manifests: Sequence[Manifest], parts: Sequence[Rounds], options: Options) -> list[World]:
@@ -160,38 +227,81 @@ def _worlds(manifests: Sequence[Manifest], parts: Sequence[Rounds], options: Opt
     return [fit.joined(list(places)) for places in zip(*by_pair, strict=True)]
 
 
-def _key(manifests: Sequence[Manifest], rounds: Rounds, options: Options) -> str:
-    said = [attrs.asdict(manifest) for manifest in manifests]
-    content = json.dumps([said, len(rounds), float(rounds.signals.sum()), attrs.asdict(options)], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
 @attrs.define
 class _Steps:
-    """Steps that take minutes, kept on disk under a key of all that they depend on."""
+    """The steps that take minutes: what each made is kept on disk, under a key of all that it depends on."""
 
     folder: Path
-    key: str
+    material: Material
+    options: Options
     progress: Progress
 
-    def selection(self, worlds: Sequence[World], fold: Ints, options: Options) -> list[tuple[str, float]]:
-        path = self.folder / "selection.json"
-        if path.exists():
-            said = json.loads(path.read_text())
-            if said["key"] == self.key:
-                return [(str(name), float(error)) for name, error in said["curve"]]
+    def selection(self) -> list[tuple[str, float]]:
+        """The selection curve."""
+        options = self.options
         most = min(len(CANDIDATES), options.num_signals + 2)
-        done = 0
-
-        def report(line: str) -> None:
-            nonlocal done
-            done += 1
-            self.progress("selecting signals", done, most)
-
+        path, key = self.folder / "selection.json", self._key("selection")
+        if path.exists() and (said := json.loads(path.read_text()))["key"] == key:
+            return [(str(name), float(error)) for name, error in said["curve"]]
         self.progress("selecting signals", 0, most)
-        curve = fit.select_signals(worlds, fold, most=most, num_steps=options.selection_steps, report=report)
+        curve = fit.select_signals(
+            self.material.worlds, self.material.fold, most=most, num_steps=options.selection_steps,
+            on_signal=lambda done: self.progress("selecting signals", done, most),
+        )  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
-        part.write_text(json.dumps({"key": self.key, "curve": curve}))
+        part.write_text(json.dumps({"key": key, "curve": curve}))
         part.replace(path)
         return curve
+
+    def value_system(self, names: tuple[str, ...]) -> ValueSystem:
+        """The value system over these signals."""
+        what, total = f"value system of {_counted(names)}", 2 * self.options.training_steps
+        kept = self._kept("value", names)
+        if kept is not None:
+            return value_of(kept, names, self.material.rounds.steps)
+        self.progress(what, 0, total)
+        value = fit.fit_value_system(
+            self.material.worlds, names, self.material.fold, num_steps=self.options.training_steps,
+            seed=self.options.seed, on_step=lambda done: self.progress(what, done, total),
+        )  # fmt: skip
+        self._keep("value", names, value_arrays(value))
+        return value
+
+    def predictors(self, value: ValueSystem) -> list[Predictor]:
+        """Predictors of its margins: one without each fold, and one of all rounds."""
+        names, steps, total = value.names, self.material.rounds.steps, self.options.training_steps
+        what = f"predictor of {_counted(names)}"
+        kept = self._kept("predictors", names)
+        if kept is not None:
+            return [predictor_of(kept, names, steps, str(number)) for number in range(self.options.folds + 1)]
+        wanted = fit.margins(value, self.material.worlds, self.material.fold)
+        self.progress(what, 0, total)
+        predictors = fit.fit_predictors(
+            self.material.worlds, names, wanted, self.material.fold, num_steps=total, seed=self.options.seed,
+            on_step=lambda done: self.progress(what, done, total),
+        )  # fmt: skip
+        arrays = [predictor_arrays(predictor, str(number)) for number, predictor in enumerate(predictors)]
+        self._keep("predictors", names, {name: array for each in arrays for name, array in each.items()})
+        return predictors
+
+    def _kept(self, what: str, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
+        path = self._path(what, names)
+        return read_arrays(path) if path.exists() else None
+
+    def _keep(self, what: str, names: Sequence[str], arrays: dict[str, NDArray[Any]]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_arrays(self._path(what, names), arrays, {"signals": ", ".join(names)})
+
+    def _path(self, what: str, names: Sequence[str]) -> Path:
+        return self.folder / f"{what}-{self._key(names)[:16]}.safetensors"
+
+    def _key(self, what: Any) -> str:
+        rounds, options = self.material.rounds, attrs.asdict(self.options)
+        said = [attrs.asdict(manifest) for manifest in self.material.manifests]
+        content = json.dumps([what, said, len(rounds), float(rounds.signals.sum()), options], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{len(names)} signal{'s' if len(names) > 1 else ''}"

@@ -1,22 +1,28 @@
 """What a fit came to: Markdown and plots."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from treegraft.statistics import CostModel
-from treegraft.tree import Floats, Ints
+from treegraft.tree import Bools, Floats, Ints
 from treegraft_plugins.schedulers.distilled import fit, trajectories
 from treegraft_plugins.schedulers.distilled.collect import Manifest
 from treegraft_plugins.schedulers.distilled.fit import Predictor, Setup, World
 from treegraft_plugins.schedulers.distilled.offline import Fitted
 from treegraft_plugins.schedulers.distilled.trajectories import Rounds
+from treegraft_plugins.schedulers.distilled.weights import VALUE_ONLINE
 
 RATIOS = (2.0, 4.0, 8.0, 16.0)
 BOOTSTRAPS = 1000
+Table = tuple[str, CostModel, bool]
+"""What a cost table is called, the table, and whether the budget adapts to it."""
+Follow = Callable[[World, Ints], Ints]
+"""Of (rounds of a collection under a table, int [N] their folds) -> int [N], the schedules that are taken."""
 
 
 @attrs.frozen
@@ -24,7 +30,7 @@ class Line:
     """Modelled throughput of one report, or of all, under one cost table: emitted tokens per ms, as ratios.
 
     Attributes:
-        report: its name, "all" for all of them.
+        report: its name; of all together, the pair's.
         costs: what the table is called.
         num_rounds: labelled.
         of_best_fixed: the scheduler's, as a share of the best fixed schedule's.
@@ -33,7 +39,7 @@ class Line:
         oracle_over_endpoint: what choosing every round's schedule in hindsight has.
         calls: share of calls by step [D].
         best: the best fixed schedule, a 1 where it calls.
-        learned: "always" or "never" where that is all it does, else "".
+        learned: "always", "never" or a schedule where that is all it does, else "".
     """
 
     report: str
@@ -50,15 +56,21 @@ class Line:
 
 
 def lines(
-    rounds: Rounds, setup: Setup, tables: Sequence[tuple[str, CostModel, bool]], follow: Any, by: Any = None
+    rounds: Rounds,
+    setup: Setup,
+    tables: Sequence[Table],
+    follow: Callable[[World], Ints],
+    total: str = "all",
+    by: NDArray[np.str_] | None = None,
 ) -> list[Line]:
     """How a scheduler does on labelled rounds, report by report and over all.
 
     Args:
         rounds: N of them.
         setup: of the pipeline.
-        tables: (name, cost table, whether the budget adapts).
-        follow: of a World of these rounds -> int [N], the schedules it takes.
+        tables: cost tables to do it under.
+        follow: of these rounds under a table -> int [N], the schedules it takes.
+        total: what all reports together are called.
         by: str [N] to group by; the rounds' reports by default.
     """
     found = []
@@ -66,36 +78,42 @@ def lines(
     for name, costs, adaptive in tables:
         place = fit.world(rounds, setup, costs, adaptive)
         taken = follow(place)
-        names = sorted(set(groups.tolist()))
-        for report in [*names, "all"] if len(names) > 1 else names:
-            kept = np.ones(len(rounds), np.bool_) if report == "all" else groups == report
-            found.append(_line(report, name, place, taken, np.flatnonzero(kept)))
+        found += [_line(report, name, place, taken, groups == report) for report in sorted(set(groups.tolist()))]
+        found.append(_line(total, name, place, taken, np.ones(len(rounds), np.bool_)))
     return found
 
 
-def _line(report: str, costs: str, place: World, taken: Ints, kept: Ints) -> Line:
-    steps, result = place.rounds.steps, place.result
-    emitted, ms = result.emitted[kept], result.ms[kept]
-    own = (emitted[np.arange(len(kept)), taken[kept]], ms[np.arange(len(kept)), taken[kept]])
-    fixed = emitted.sum(0) / ms.sum(0)
+def _line(report: str, costs: str, place: World, taken: Ints, kept: Bools) -> Line:
+    steps, inside, taken = place.rounds.steps, place.result.take(kept), taken[kept]
+    fixed = inside.fixed_rates()
     endpoint = int((0, len(fixed) - 1)[int(fixed[[0, -1]].argmax())])
-    rate = own[0].sum() / own[1].sum()
-    inside = attrs.evolve(result, emitted=emitted, ms=ms)
-    called = trajectories.schedules(steps)[taken[kept]]
-    always, never = (taken[kept] == len(fixed) - 1).all(), (taken[kept] == 0).all()
+    rate, own = inside.rate(taken), inside.along(taken)
+    called = trajectories.schedules(steps)[taken]
     return Line(
         report=report,
         costs=costs,
-        num_rounds=len(kept),
+        num_rounds=len(taken),
         of_best_fixed=float(rate / fixed.max()),
         over_endpoint=float(rate / fixed[endpoint] - 1),
-        interval=_interval(own, (emitted[:, endpoint], ms[:, endpoint])),
+        interval=_interval(own, inside.along(np.full(len(taken), endpoint))),
         best_over_endpoint=float(fixed.max() / fixed[endpoint] - 1),
         oracle_over_endpoint=float(inside.rate(inside.oracle()) / fixed[endpoint] - 1),
         calls=tuple(called.mean(0).tolist()),
-        best="".join("01"[int(flag)] for flag in trajectories.schedules(steps)[int(fixed.argmax())]),
-        learned="always" if always else "never" if never else "",
+        best=_schedule(steps, int(fixed.argmax())),
+        learned=_learned(steps, taken),
     )
+
+
+def _learned(steps: int, taken: Ints) -> str:
+    """What a scheduler does that takes the same schedule in every round; "" of one that does not."""
+    if (taken != taken[0]).any():
+        return ""
+    return {0: "never", 2**steps - 1: "always"}.get(int(taken[0]), _schedule(steps, int(taken[0])))
+
+
+def _schedule(steps: int, number: int) -> str:
+    """A schedule as digits, a 1 where it calls."""
+    return f"{number:0{steps}b}"
 
 
 def _interval(own: tuple[Floats, Floats], other: tuple[Floats, Floats], seed: int = 0) -> tuple[float, float]:
@@ -107,20 +125,13 @@ def _interval(own: tuple[Floats, Floats], other: tuple[Floats, Floats], seed: in
     return float(low), float(high)
 
 
-def tables_for(manifest: Manifest, ratios: Sequence[float] = RATIOS) -> list[tuple[str, CostModel, bool]]:
+def tables_for(manifest: Manifest, ratios: Sequence[float] = RATIOS) -> list[Table]:
     """Flat tables at some ratios t_target / t_middle, and the machine's own."""
-    flat: list[tuple[str, CostModel, bool]] = [
-        (f"flat, ratio {ratio:g}", fit.flat_costs(manifest.setup, ratio), False) for ratio in ratios
-    ]
+    flat: list[Table] = [(f"flat, ratio {ratio:g}", fit.flat_costs(manifest.setup, ratio), False) for ratio in ratios]
     return [*flat, ("as measured", manifest.cost_model, True)]
 
 
-def out_of_fold(predictors: Sequence[Predictor], fold: Ints) -> Any:
-    """What `lines` follows: the predictors that have not seen a round's fold."""
-    return lambda place: fit.follow(place, fit.out_of_fold(predictors, place, fold))
-
-
-def whole(predictor: Predictor) -> Any:
+def whole(predictor: Predictor) -> Callable[[World], Ints]:
     """What `lines` follows: one predictor, for rounds that it has not seen."""
     return lambda place: fit.follow(place, predictor(fit.state_inputs(place, predictor.names)))
 
@@ -142,40 +153,91 @@ def table(found: Sequence[Line]) -> list[str]:
     return rows
 
 
-def write_report(fitted: Fitted, folder: Path) -> Path:
-    """Write `report.md` and its plots; returns the Markdown file."""
+def lines_of(fitted: Fitted, follow: Follow) -> list[Line]:
+    """The lines of every collection that was fitted to, under its own tables."""
+    material, found = fitted.material, []
+    for number, (manifest, part) in enumerate(zip(material.manifests, material.parts, strict=True)):
+        fold = material.fold[material.owner == number]
+        own = partial(follow, fold=fold)
+        found += lines(part, manifest.setup, tables_for(manifest), own, total=manifest.pair)
+    return found
+
+
+def followed(fitted: Fitted) -> Follow:
+    """What a fit does with rounds of folds that it has not seen."""
+    if fitted.weights.header.ablation == VALUE_ONLINE:
+        return lambda place, fold: fit.follow(place, fit.margins(fitted.value, [place], fold)[0])
+    return lambda place, fold: fit.follow(place, fit.out_of_fold(fitted.predictors, place, fold))
+
+
+def write_report(fitted: Fitted, folder: Path, ablations: Mapping[str, Fitted] | None = None) -> Path:
+    """Write `report.md` and its plots; returns the Markdown file.
+
+    Args:
+        fitted: the fit.
+        folder: where to.
+        ablations: of it, by name, to compare it with.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = ["# A fitted scheduler", ""]
-    found: list[Line] = []
-    for number, manifest in enumerate(fitted.manifests):
-        kept = np.flatnonzero(fitted.owner == number)
-        follow = out_of_fold(fitted.predictors, fitted.fold[kept])
-        found += lines(fitted.rounds.take(kept), manifest.setup, tables_for(manifest), follow)
-    learned = {line.learned for line in found if line.report == "all" or len({each.report for each in found}) == 1}
-    if learned and "" not in learned:
-        text += [
-            f"**It has learned nothing but {' and '.join(sorted(learned))}**: no decision depends on the tree.",
-            "",
-        ]
+    found = lines_of(fitted, followed(fitted))
+    pairs = {manifest.pair for manifest in fitted.material.manifests}
+    totals = [line for line in found if line.report in pairs]
+    learned = _learned_by_table(fitted)
+    if "" not in learned:
+        text += [f"**It has learned nothing but {' and '.join(sorted(learned))}**: nothing depends on the tree.", ""]
     text += _setting(fitted)
     text += ["## Modelled throughput, out of fold", "", *table(found), ""]
+    text += _ablations({"whole": fitted, **ablations}, totals) if ablations else []
     text += _selection(fitted)
     text += ["## Out-of-fold errors of the value system", "", "Relative to always guessing the mean (1.0).", ""]
     text += [f"- {name}: {error:.3f}" for name, error in fitted.errors.items()] + [""]
     text += ["## Is the margin's sign right?", "", *_reliability(fitted), ""]
     path = folder / "report.md"
     path.write_text("\n".join(text))
-    _plots(fitted, found, folder)
+    _plots(fitted, totals, folder)
     return path
 
 
+def _learned_by_table(fitted: Fitted) -> set[str]:
+    """What the predictor that is shipped does under each of the tables; "" where that depends on the tree."""
+    follow, header = whole(fitted.predictors[-1]), fitted.weights.header
+    return {
+        _learned(header.steps, follow(fit.world(part, manifest.setup, costs, adaptive)))
+        for manifest, part in zip(fitted.material.manifests, fitted.material.parts, strict=True)
+        for _, costs, adaptive in tables_for(manifest)
+    }
+
+
+def _ablations(arms: Mapping[str, Fitted], totals: Sequence[Line]) -> list[str]:
+    """Modelled throughput of all arms, and of calling at every other step, as shares of the best fixed schedule's."""
+    steps = arms["whole"].weights.header.steps
+    every_other = sum(1 << (steps - 1 - step) for step in range(0, steps, 2))
+    shown = {name: lines_of(each, followed(each)) for name, each in arms.items()}
+    shown[_schedule(steps, every_other)] = lines_of(arms["whole"], lambda place, fold: np.full(len(fold), every_other))
+    shares = {name: {(line.report, line.costs): line.of_best_fixed for line in found} for name, found in shown.items()}
+    return [
+        "## Ablations, out of fold", "",
+        "Modelled throughput as a share of the best fixed schedule's; the time to decide is not in it.", "",
+        f"| pair | costs | {' | '.join(shares)} |", "| --- " * (len(shares) + 2) + "|",
+        *[
+            f"| {line.report} | {line.costs} "
+            f"| {' | '.join(f'{share[line.report, line.costs]:.1%}' for share in shares.values())} |"
+            for line in totals
+        ],
+        "",
+    ]  # fmt: skip
+
+
 def _setting(fitted: Fitted) -> list[str]:
-    header = fitted.weights.header
+    header, rounds = fitted.weights.header, fitted.material.rounds
     pairs = ", ".join(" + ".join(pair) for pair in header.pairs)
     return [
-        f"{len(fitted.rounds)} rounds of {pairs}, {len(set(fitted.rounds.report))} reports in {fitted.fold.max() + 1} "
-        f"folds; D = {header.steps}, W = {header.width}, B = {header.max_nodes}; t_target / t_middle from "
-        f"{header.ratios[0]:g} to {header.ratios[1]:g}. It reads: {', '.join(header.signals)}.",
+        f"{len(rounds)} rounds of {pairs}: {len(set(rounds.report.tolist()))} reports in "
+        f"{fitted.material.fold.max() + 1} folds. D = {header.steps}, W = {header.width}, B = {header.max_nodes}; "
+        f"t_target / t_middle from {header.ratios[0]:g} to {header.ratios[1]:g}.",
+        "",
+        f"It reads: {', '.join(header.signals)}.",
         "",
     ]
 
@@ -198,12 +260,11 @@ def reliability(fitted: Fitted, num_bins: int = 8) -> list[tuple[float, float, i
     that skips. Decisions of single rounds are noisy: what counts is that the share rises with the margin.
     """
     points: list[tuple[float, bool]] = []
-    for number, manifest in enumerate(fitted.manifests):
-        kept = np.flatnonzero(fitted.owner == number)
-        rounds = fitted.rounds.take(kept)
+    material = fitted.material
+    for number, (manifest, part) in enumerate(zip(material.manifests, material.parts, strict=True)):
         for _, costs, adaptive in tables_for(manifest)[:-1]:
-            place = fit.world(rounds, manifest.setup, costs, adaptive)
-            margin = fit.out_of_fold(fitted.predictors, place, fitted.fold[kept])
+            place = fit.world(part, manifest.setup, costs, adaptive)
+            margin = fit.out_of_fold(fitted.predictors, place, material.fold[material.owner == number])
             gain = hindsight(place)
             points += zip(margin.ravel().tolist(), (gain.ravel() > 0).tolist(), strict=True)
     points.sort()
@@ -230,7 +291,7 @@ def _reliability(fitted: Fitted) -> list[str]:
     return ["| mean margin | calling was right | decisions |", "| --- | --- | --- |", *rows]
 
 
-def _plots(fitted: Fitted, found: Sequence[Line], folder: Path) -> None:
+def _plots(fitted: Fitted, totals: Sequence[Line], folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -241,7 +302,7 @@ def _plots(fitted: Fitted, found: Sequence[Line], folder: Path) -> None:
         axis.plot(range(len(fitted.curve)), [error for _, error in fitted.curve], marker="o")
         axis.set_xticks(range(len(fitted.curve)), [name or "none" for name, _ in fitted.curve], rotation=40, ha="right")
         axis.set_ylabel("mean normalised out-of-fold error")
-        axis.set_title(f"Selection of tree signals ({len(fitted.rounds)} rounds)")
+        axis.set_title(f"Selection of tree signals ({len(fitted.material.rounds)} rounds)")
         figure.savefig(folder / "selection.png", dpi=150)
         plt.close(figure)
     figure, axis = plt.subplots(figsize=(5, 4), layout="constrained")
@@ -253,13 +314,14 @@ def _plots(fitted: Fitted, found: Sequence[Line], folder: Path) -> None:
     axis.set_title("Reliability of the margin's sign, out of fold")
     figure.savefig(folder / "reliability.png", dpi=150)
     plt.close(figure)
-    whole_lines = [line for line in found if line.report == "all"] or list(found)
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    for line in whole_lines:
-        axis.plot(range(1, len(line.calls) + 1), line.calls, marker="o", label=line.costs)
+    several = len(fitted.material.manifests) > 1
+    for line in totals:
+        label = f"{line.report}: {line.costs}" if several else line.costs
+        axis.plot(range(1, len(line.calls) + 1), line.calls, marker="o", label=label)
     axis.set_xlabel("step")
     axis.set_ylabel("share of rounds that call the middle")
-    axis.set_xticks(range(1, fitted.rounds.steps + 1))
+    axis.set_xticks(range(1, fitted.material.rounds.steps + 1))
     axis.set_ylim(-0.02, 1.02)
     axis.legend()
     axis.set_title("Calls by step and cost ratio, out of fold")

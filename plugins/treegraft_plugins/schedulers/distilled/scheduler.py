@@ -12,7 +12,15 @@ from treegraft.errors import ComposeError, SchedulerWarning
 from treegraft.interfaces import RoundState, Scheduler, Setting
 from treegraft_plugins.options import one_of, switch
 from treegraft_plugins.schedulers.distilled.signals import progress, runtime, tree_signals
-from treegraft_plugins.schedulers.distilled.weights import SHIPPED, Header, Weights, read_header, read_weights
+from treegraft_plugins.schedulers.distilled.weights import (
+    ABLATIONS,
+    SHIPPED,
+    VALUE_ONLINE,
+    Header,
+    Weights,
+    read_header,
+    read_weights,
+)
 from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
 
 AUTO = "auto"
@@ -30,8 +38,9 @@ class DistilledScheduler(Scheduler):
         weights: "auto" takes shipped weights that fit the pipeline's models, D, W, B and cost ratio, else the scheduler
             `gain_over_cost`, and says which and why; a name of shipped weights, or a file made by `fit scheduler`, is
             refused where it does not fit.
-        mode: "predictor"; "value" searches the value system at every decision, an ablation which is slower and
-            needs weights that kept it.
+        ablation: one of `fit scheduler --ablations`: takes its weights, and is refused where there are none.
+        mode: "predictor"; "value" searches the value system at every decision, which is slower and needs the weights
+            of the ablation "value_online".
         max_calls: True caps the middle's calls of a round at t_target / t_middle, rounded down.
 
     Source: TreeGraft, section 4 and appendices B and C.2.
@@ -40,6 +49,7 @@ class DistilledScheduler(Scheduler):
     signals: ClassVar[tuple[str, ...]] = ("gain",)  # the fallback's, whose turn may come at any time
 
     weights: str = attrs.field(default=AUTO, validator=attrs.validators.instance_of(str))
+    ablation: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of(*ABLATIONS)))
     mode: str = attrs.field(default="predictor", validator=one_of("predictor", "value"))
     max_calls: bool = attrs.field(default=False, validator=switch)
     _fitted: Weights | None = attrs.field(init=False, default=None)
@@ -53,15 +63,15 @@ class DistilledScheduler(Scheduler):
     # -- before the first request -------------------------------------------------------------------------------------
 
     def bind(self, setting: Setting) -> None:
-        path, self._why_not = choose(self.weights, setting)
+        path, self._why_not = choose(self.weights, setting, self.ablation)
         if path is None:
             return
         self._small, self._middle = by_rank(setting)
         fitted = read_weights(path)
         if self.mode == "value" and fitted.value is None:
             raise ComposeError(
-                "scheduler.mode", f"'value', but {path.name} kept no value system", "Allowed here: 'predictor'.",
-                "Fit again with treegraft fit scheduler --keep-value.",
+                "scheduler.mode", f"'value', but {path.name} holds no value system", "Allowed here: 'predictor'.",
+                f"Take the weights of the ablation {VALUE_ONLINE!r}: treegraft fit scheduler --ablations.",
             )  # fmt: skip
         self._fitted, self._name = fitted, path.stem
 
@@ -121,21 +131,29 @@ def by_rank(setting: Setting) -> tuple[str, str]:
     return small, middle
 
 
-def choose(weights: str, setting: Setting) -> tuple[Path | None, str | None]:
+def choose(weights: str, setting: Setting, ablation: str | None = None) -> tuple[Path | None, str | None]:
     """The file of weights to use, or None and why not.
 
     Args:
         weights: "auto", a name of shipped weights or a file.
         setting: the pipeline.
+        ablation: what they must have been fitted as.
 
     Raises:
-        ComposeError: named weights that do not fit.
+        ComposeError: named weights that do not fit, or an ablation without weights.
     """
     ranks = [source.rank for source in setting.sources.values()]
     countable = len(ranks) == 2 and len(set(ranks)) == 2
     problem = None if countable else f"it schedules two sources of different rank, and finds ranks {ranks}"
     if weights == AUTO:
-        return (None, problem) if problem else _shipped_for(setting)
+        path, problem = (None, problem) if problem else _shipped_for(setting, ablation)
+        if path is None and ablation is not None:
+            raise ComposeError(
+                "scheduler.ablation", f"{ablation!r}: {problem}", "Allowed: weights that were fitted as this ablation.",
+                "Fit them: treegraft fit scheduler DIR... --ablations --out NAME.safetensors; then say "
+                f"scheduler.weights=NAME-{ablation}.safetensors.",
+            )  # fmt: skip
+        return path, problem
     path = SHIPPED / f"{weights}.safetensors"
     path = path if path.is_file() else Path(weights)
     try:
@@ -143,16 +161,17 @@ def choose(weights: str, setting: Setting) -> tuple[Path | None, str | None]:
     except ValueError as error:
         raise ComposeError(
             "scheduler.weights", str(error),
-            f"Allowed: auto, a file made by treegraft fit scheduler, or shipped weights: {', '.join(_shipped())}.",
+            "Allowed: auto, a file made by treegraft fit scheduler, or shipped weights: "
+            f"{', '.join(_shipped()) or 'none'}.",
         ) from error  # fmt: skip
     problem = problem or _unfit(header, setting)
+    if problem is None and ablation not in (None, header.ablation):
+        problem = f"fitted as {header.ablation or 'the whole system'}, not as the ablation {ablation}"
     if problem is not None:
         raise ComposeError(
-            "scheduler.weights",
-            f"{weights!r}: {problem}",
-            None,
+            "scheduler.weights", f"{weights!r}: {problem}", None,
             "Fit weights for this pipeline, or write weights: auto.",
-        )
+        )  # fmt: skip
     return path, None
 
 
@@ -160,12 +179,12 @@ def _shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SHIPPED.glob("*.safetensors"))}
 
 
-def _shipped_for(setting: Setting) -> tuple[Path | None, str | None]:
-    """The shipped weights that were fitted to this pipeline's pair; those of ablations are taken by name only."""
+def _shipped_for(setting: Setting, ablation: str | None) -> tuple[Path | None, str | None]:
+    """The shipped weights that were fitted to this pipeline's pair, as the whole system or as an ablation of it."""
     pair = (setting.target, setting.sources[by_rank(setting)[1]].model)
     for name, path in _shipped().items():
         header = read_header(path)
-        if header.ablation is None and pair in header.pairs:
+        if header.ablation == ablation and pair in header.pairs:
             unfit = _unfit(header, setting)
             return (path, None) if unfit is None else (None, f"weights {name}: {unfit}")
     return None, f"no weights are shipped for {' + '.join(part or 'a model without a name' for part in pair)}"

@@ -4,13 +4,14 @@ Everything here is finite for every tree, and a function of the RoundState alone
 and what is read online.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from treegraft.interfaces import RoundState, Source, StepRecord
-from treegraft.tree import Floats, Ints
+from treegraft.tree import Bools, Floats, Ints
 
 NUM_RUNTIME = 4
 LEAST_SCORE = -30.0  # a path score (nats) below which nothing is ever verified
@@ -39,13 +40,18 @@ class TreeSignals:
         return np.maximum(self._tree.path_score, LEAST_SCORE)
 
     @cached_property
-    def _newest(self) -> Ints:
+    def _first(self) -> int:
+        """The first row of the frontier: what a step makes stands behind all that was there before."""
         step = self._tree.step
-        return np.flatnonzero(step == step.max())
+        return int(step.searchsorted(step[-1]))
 
     @cached_property
     def _frontier_depth(self) -> Ints:
-        return self._tree.depth[self._newest]
+        return self._tree.depth[self._first :]
+
+    @cached_property
+    def _mean_depth(self) -> float:
+        return _mean(self._frontier_depth)
 
     @cached_property
     def _pool(self) -> Ints:
@@ -56,55 +62,54 @@ class TreeSignals:
         pool, width = self._pool, self._middle.width
         if len(pool) <= width:
             return pool
-        return pool[np.argpartition(-self._path_score[pool], width - 1)[:width]]
+        return pool[np.argpartition(self._path_score[pool], -width)[-width:]]
+
+    @cached_property
+    def _selected_depth(self) -> Ints:
+        return self._tree.depth[self._selected]
 
     # -- the six of the paper's released weights ----------------------------------------------------------------------
 
     def frontier_depth(self) -> float:
         """Mean depth of the frontier."""
-        return float(self._frontier_depth.mean())
+        return self._mean_depth
 
     def frontier_leaf_share(self) -> float:
         """Share of frontier nodes without children."""
-        return float(1.0 - np.isin(self._newest, self._tree.parent).mean())
+        is_inner = np.zeros(len(self._tree), np.bool_)
+        is_inner[self._tree.parent[1:]] = True
+        return 1.0 - _mean(is_inner[self._first :])
 
     def selected_shallower(self) -> float:
         """How much shallower on average the selected nodes are than the frontier; zero if they are deeper."""
-        if not len(self._selected):
-            return 0.0
-        return max(0.0, float(self._frontier_depth.mean() - self._tree.depth[self._selected].mean()))
+        return max(0.0, self._mean_depth - _mean(self._selected_depth)) if len(self._selected) else 0.0
 
     def selected_outside_share(self) -> float:
         """Share of the selected nodes at depths outside the frontier's."""
-        if not len(self._selected):
-            return 0.0
-        depth, frontier = self._tree.depth[self._selected], self._frontier_depth
-        return float(((depth < frontier.min()) | (depth > frontier.max())).mean())
+        depth, frontier = self._selected_depth, self._frontier_depth
+        return _mean((depth < frontier.min()) | (depth > frontier.max()))
 
     def selected_in_frontier_share(self) -> float:
         """Share of the selected nodes that lie in the frontier."""
-        if not len(self._selected):
-            return 0.0
-        step = self._tree.step
-        return float((step[self._selected] == step.max()).mean())
+        return _mean(self._selected >= self._first)
 
     def selected_score(self) -> float:
         """Mean path score of the selected nodes (nats)."""
-        return float(self._path_score[self._selected].mean()) if len(self._selected) else LEAST_SCORE
+        return _mean(self._path_score[self._selected]) if len(self._selected) else LEAST_SCORE
 
     # -- other candidates ---------------------------------------------------------------------------------------------
 
     def frontier_size(self) -> float:
         """log(1 + nodes in the frontier)."""
-        return float(np.log1p(len(self._newest)))
+        return math.log1p(len(self._frontier_depth))
 
     def tree_size(self) -> float:
         """log(nodes of the tree, the root included)."""
-        return float(np.log(len(self._tree)))
+        return math.log(len(self._tree))
 
     def pool_size(self) -> float:
         """log(1 + nodes in the pool)."""
-        return float(np.log1p(len(self._pool)))
+        return math.log1p(len(self._pool))
 
     def expected_accepted(self) -> float:
         """Expected accepted tokens: the sum of exp(path score) over the best B nodes."""
@@ -119,7 +124,7 @@ class TreeSignals:
 
     def frontier_entropy(self) -> float:
         """Entropy (nats) of the frontier's path probabilities, normalised."""
-        score = self._path_score[self._newest]
+        score = self._path_score[self._first :]
         prob = np.exp(score - score.max())
         prob /= prob.sum()
         return float(-(prob * np.log(np.maximum(prob, 1e-30))).sum())
@@ -144,8 +149,13 @@ class TreeSignals:
 
     def _expected(self, path_score: Floats) -> float:
         size = self._state.limits.verify_nodes + 1
-        best = path_score if len(path_score) <= size else -np.partition(-path_score, size - 1)[:size]
+        best = path_score if len(path_score) <= size else np.partition(path_score, -size)[-size:]
         return float(np.exp(best).sum()) - 1.0
+
+
+def _mean(values: Floats | Ints | Bools) -> float:
+    """The mean, 0 of nothing; in half the time of numpy's own."""
+    return float(np.add.reduce(values)) / len(values) if len(values) else 0.0
 
 
 def _rescoring_change(step: StepRecord) -> float:
@@ -199,8 +209,8 @@ def runtime(num_prompt_tokens: float, target_ms: float, middle_ms: float) -> lis
     Source: TreeGraft, appendix B. The latencies enter as logarithms, so that machines of different speed differ by
     a shift.
     """
-    target, middle = np.log(max(target_ms, 1e-3)), np.log(max(middle_ms, 1e-3))
-    return [float(np.log1p(num_prompt_tokens)), float(target), float(middle), float(target - middle)]
+    target, middle = math.log(max(target_ms, 1e-3)), math.log(max(middle_ms, 1e-3))
+    return [math.log1p(num_prompt_tokens), target, middle, target - middle]
 
 
 def progress(history: Sequence[bool], steps: int) -> list[float]:

@@ -60,6 +60,8 @@ class Rounds:
         context: int [N], committed tokens.
         signals: float32 [N, 2^D - 1, 15], the candidates before each decision, in the order of `CANDIDATES`.
         rows: int32 [N, 2^D, D], rows forwarded by each step of each schedule.
+        missed: int32 [N, 2^D], emitted tokens that the middle has not processed after the round (verifying all of B):
+            its next call takes them along.
         drafted: bool [N, 2^D, D], whether the step drafted below anything.
         num_nodes: int32 [N, 2^D], non-root nodes of the finished tree.
         ranks: int32 [N, 2^D, MAX_RANKS], the ranks by path score (1 is the best node below the root) of the nodes
@@ -75,6 +77,7 @@ class Rounds:
     context: Ints
     signals: NDArray[np.float32]
     rows: Ints
+    missed: Ints
     drafted: Bools
     num_nodes: Ints
     ranks: Ints
@@ -115,23 +118,38 @@ class Outcome:
 
     Attributes:
         emitted: float [N, 2^D], tokens with the bonus.
-        ms: float [N, 2^D], modelled latency of the whole round.
+        ms: float [N, 2^D], modelled latency of the whole round, and of what the middle will have to catch up with.
+        never_ms: float [N], latency of never calling the middle if no other round calls it either: then it never
+            catches up.
         target_ms, middle_ms: float [N], the runtime context: a forward of B + 1 rows, a middle step of `width` rows.
     """
 
     emitted: Floats
     ms: Floats
+    never_ms: Floats
     target_ms: Floats
     middle_ms: Floats
 
+    def take(self, index: Ints | Bools) -> "Outcome":
+        """The rounds of `index`."""
+        return Outcome(**{field.name: getattr(self, field.name)[index] for field in attrs.fields(Outcome)})
+
+    def along(self, schedule: Ints) -> tuple[Floats, Floats]:
+        """Emitted tokens and latencies (ms), each [N], where round n follows `schedule[n]`."""
+        rows = np.arange(len(self.emitted))
+        return self.emitted[rows, schedule], self.ms[rows, schedule] if schedule.any() else self.never_ms
+
     def rate(self, schedule: Ints) -> float:
         """Emitted tokens per ms where round n follows `schedule[n]`."""
-        rows = np.arange(len(self.emitted))
-        return float(self.emitted[rows, schedule].sum() / self.ms[rows, schedule].sum())
+        emitted, ms = self.along(schedule)
+        return float(emitted.sum() / ms.sum())
 
     def fixed_rates(self) -> Floats:
         """float [2^D]: emitted tokens per ms of every fixed schedule."""
-        return self.emitted.sum(0) / self.ms.sum(0)
+        ms = self.ms.sum(0)
+        ms[0] = self.never_ms.sum()
+        rates: Floats = self.emitted.sum(0) / ms
+        return rates
 
     def best_fixed(self) -> int:
         """The number of the best fixed schedule."""
@@ -143,12 +161,13 @@ class Outcome:
         Dinkelbach: a round's best schedule at rate r maximises emitted - r * ms; r is raised until it stands.
         """
         rate = float(self.fixed_rates().max())
+        chosen = np.full(len(self.emitted), self.best_fixed())
         while True:
             best = (self.emitted - rate * self.ms).argmax(1)
             raised = self.rate(best)
             if raised <= rate * (1 + 1e-12):
-                return best
-            rate = raised
+                return chosen
+            chosen, rate = best, raised
 
 
 def outcome(
@@ -168,28 +187,28 @@ def outcome(
     target_ms = np.array([costs.target_ms(max_nodes + 1, int(tokens)) for tokens in context], dtype=np.float64)
     middle_ms = np.full(len(rounds), float(costs.source_ms(middle, width)))
     drafting = rounds.source_ms(costs, small, middle)
+    # Every token that the middle has not processed is a row of a later call: charged to the round that left it.
+    catching_up = costs.source_ms(middle, width + rounds.missed) - costs.source_ms(middle, width)
     full = np.minimum(rounds.num_nodes, max_nodes)
-    budget = full
-    if adaptive:
-        # The rule compares with what the time could earn otherwise: settled by two passes from plain decoding's rate.
-        grid = np.array([nodes for nodes in BUDGETS if nodes <= max_nodes])
-        forward = np.stack([costs.target_ms(grid + 1, int(tokens)) for tokens in context])
-        rate = 1.0 / float(forward[:, 0].mean())
-        for _ in range(3):
-            worth = rounds.expected[..., : len(grid)] - rate * forward[:, None, :]
-            budget = np.minimum(grid[worth.argmax(-1)], full)
-            emitted, ms = _totals(rounds, costs, drafting, budget)
-            ends = (emitted.sum(0) / ms.sum(0))[[0, -1]]
-            rate = max(float(ends.max()), 1.0 / float(forward[:, 0].mean()))
-    emitted, ms = _totals(rounds, costs, drafting, budget)
-    return Outcome(emitted, ms, target_ms, middle_ms)
 
+    def under(budget: Ints) -> Outcome:
+        forward = np.stack(
+            [costs.target_ms(nodes + 1, int(tokens)) for nodes, tokens in zip(budget, context, strict=True)]
+        )
+        ms = drafting + forward
+        return Outcome(rounds.accepted(budget) + 1.0, ms + catching_up, ms[:, 0], target_ms, middle_ms)
 
-def _totals(rounds: Rounds, costs: CostModel, drafting: Floats, budget: Ints) -> tuple[Floats, Floats]:
-    forward = np.stack(
-        [costs.target_ms(nodes + 1, int(tokens)) for nodes, tokens in zip(budget, rounds.context, strict=True)]
-    )
-    return rounds.accepted(budget) + 1.0, drafting + forward
+    if not adaptive:
+        return under(full)
+    # The rule compares with what the time could earn otherwise: settled by a few passes from plain decoding's rate.
+    grid = np.array([nodes for nodes in BUDGETS if nodes <= max_nodes])
+    forward = np.stack([costs.target_ms(grid + 1, int(tokens)) for tokens in context])
+    rate = plain_rate = 1.0 / float(forward[:, 0].mean())
+    for _ in range(3):
+        worth = rounds.expected[..., : len(grid)] - rate * forward[:, None, :]
+        found = under(np.minimum(grid[worth.argmax(-1)], full))
+        rate = max(float(found.fixed_rates()[[0, -1]].max()), plain_rate)
+    return found
 
 
 def walk(rounds: Rounds, decide: Any) -> Ints:

@@ -18,6 +18,8 @@ from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 
 FORMAT = 1
 SHIPPED = Path(__file__).parent / "weights"
+VALUE_ONLINE, ONE_SIGNAL, ALL_SIGNALS = ABLATIONS = ("value_online", "one_signal", "all_signals")
+"""What is fitted beside the whole system, to see what each of its parts is worth."""
 
 
 @attrs.frozen
@@ -31,7 +33,7 @@ class Header:
         vocab_sizes: V of those targets.
         ratios: smallest and largest t_target / t_middle.
         width, max_nodes: W of the middle and B.
-        ablation: what was left out on purpose, None for weights that `auto` may take.
+        ablation: one of `ABLATIONS`, None for the whole system.
         versions: of treegraft and what it rests on, when they were made.
         format: of this file.
     """
@@ -87,16 +89,51 @@ class Weights:
 
     def save(self, path: Path) -> None:
         """Write to `path`, whole or not at all."""
-        arrays = {f"predictor.{name}": array for name, array in self.predictor.weights.items()}
-        arrays |= _normaliser("predictor", self.predictor.normaliser)
+        arrays = predictor_arrays(self.predictor)
         if self.value is not None:
-            arrays |= _normaliser("value", self.value.normaliser) | {"value.scale": self.value.scale}
-            for action in ("skip", "call"):
-                layers = getattr(self.value, action).layers
-                arrays |= {f"value.{action}.{name}": layer.numpy() for name, layer in layers.items()}
-        part = path.with_name(path.name + ".part")
-        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, part, {"treegraft": self.header.as_json()})
-        part.replace(path)
+            arrays |= value_arrays(self.value)
+        write_arrays(path, arrays, {"treegraft": self.header.as_json()})
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, part, dict(metadata))
+    part.replace(path)
+
+
+def predictor_arrays(predictor: Predictor, prefix: str = "predictor") -> dict[str, NDArray[Any]]:
+    """What a predictor holds, by name."""
+    arrays = {f"{prefix}.{name}": array for name, array in predictor.weights.items()}
+    return arrays | _normaliser(prefix, predictor.normaliser)
+
+
+def predictor_of(
+    arrays: Mapping[str, NDArray[Any]], signals: tuple[str, ...], steps: int, prefix: str = "predictor"
+) -> Predictor:
+    """The predictor that these arrays were held by."""
+    normaliser = Normaliser(arrays[f"{prefix}.mean"], arrays[f"{prefix}.std"])
+    layers = {name: arrays[f"{prefix}.{name}"] for name in ("w1", "b1", "w2", "b2", "w3", "b3")}
+    return Predictor(signals, steps, normaliser, layers)
+
+
+def value_arrays(value: ValueSystem) -> dict[str, NDArray[Any]]:
+    """What a value system holds, by name."""
+    arrays = _normaliser("value", value.normaliser) | {"value.scale": value.scale}
+    for action in ("skip", "call"):
+        layers = getattr(value, action).layers
+        arrays |= {f"value.{action}.{name}": layer.numpy() for name, layer in layers.items()}
+    return arrays
+
+
+def value_of(arrays: Mapping[str, NDArray[Any]], signals: tuple[str, ...], steps: int) -> ValueSystem:
+    """The value system that these arrays were held by."""
+    heads = [
+        Networks({name.rpartition(".")[2]: torch.from_numpy(array) for name, array in arrays.items() if action in name})
+        for action in ("value.skip.", "value.call.")
+    ]
+    normaliser = Normaliser(arrays["value.mean"], arrays["value.std"])
+    return ValueSystem(signals, steps, normaliser, arrays["value.scale"], *heads)
 
 
 def read_header(path: Path) -> Header:
@@ -121,24 +158,16 @@ def read_weights(path: Path) -> Weights:
         ValueError: no such file, or not one of ours.
     """
     header = read_header(path)
+    arrays = read_arrays(path)
+    predictor = predictor_of(arrays, header.signals, header.steps)
+    value = value_of(arrays, header.signals, header.steps) if "value.scale" in arrays else None
+    return Weights(header, predictor, value)
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """All arrays of a safetensors file."""
     with safe_open(path, "numpy") as file:
-        arrays: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    predictor = Predictor(
-        header.signals,
-        header.steps,
-        Normaliser(arrays["predictor.mean"], arrays["predictor.std"]),
-        {name: arrays[f"predictor.{name}"] for name in ("w1", "b1", "w2", "b2", "w3", "b3")},
-    )
-    if "value.scale" not in arrays:
-        return Weights(header, predictor)
-    heads = [
-        Networks({name.rpartition(".")[2]: torch.from_numpy(array) for name, array in arrays.items() if action in name})
-        for action in ("value.skip.", "value.call.")
-    ]
-    normaliser = Normaliser(arrays["value.mean"], arrays["value.std"])
-    return Weights(
-        header, predictor, ValueSystem(header.signals, header.steps, normaliser, arrays["value.scale"], *heads)
-    )
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _normaliser(prefix: str, normaliser: Normaliser) -> dict[str, NDArray[Any]]:

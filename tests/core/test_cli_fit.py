@@ -1,0 +1,198 @@
+"""`treegraft fit collect` and `fit scheduler`: what they make of each other's files, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import treegraft
+from treegraft.cli import main
+from treegraft_plugins.schedulers.distilled.collect import read_collection
+from treegraft_plugins.schedulers.distilled.weights import ABLATIONS, read_weights
+
+PROMPTS = {
+    "loop": ("library", "for name in sorted(names):\n    print(name)\nfor key in sorted(keys):\n"),
+    "test": ("tests", "self.assertEqual(a, b)\nself.assertEqual("),
+}
+COSTS = "costs={use: fixed, target: {1: 5.0, 64: 13.0}, sources: {small: 0.6, middle: {1: 2.2, 32: 4.0}}}"
+SIGNALS = ("--signals", "frontier_depth,selected_score")
+TINY = ("--folds", 2, "--resamples", 2, "--training-steps", 4)
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["fit", *map(str, args)])
+
+
+def collect(out: Path, *args):
+    """Two steps, so that four schedules are replayed in each round."""
+    prompts = out.parent / "prompts.jsonl"
+    lines = [{"id": key, "category": task, "turns": [text]} for key, (task, text) in PROMPTS.items()]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("--temperature", "0,0.8", "--max-new-tokens", 10, "steps=2", COSTS)
+    return run("collect", "--prompts", prompts, "--out", out, *options, *args)
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fit") / "collected"
+    result = collect(folder)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[-1] == f"{folder}: 4 continuations of demo:target + demo:middle"
+    return folder
+
+
+# -- collect ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_collection_says_what_it_was_made_of_and_is_not_made_again(collected):
+    said, rounds = read_collection(collected)
+    assert (said.target, said.middle, said.vocab_size, said.steps) == ("demo:target", "demo:middle", 4096, 2)
+    assert (said.setup.small, said.setup.middle, said.setup.width, said.setup.max_nodes) == ("small", "middle", 10, 63)
+    assert said.pipeline["calibration"] == "on" and said.pipeline["sources"]["middle"]["draft"]["rescore_limit"] == 32
+    assert said.costs["target"]["64"] == 13.0
+    assert set(rounds.report.tolist()) == {f"{said.pair} x {category}" for category in ("library", "tests")}
+    assert rounds.rows.max() > 1 and rounds.missed.max() > 0 and rounds.num_nodes.max() > 63
+    parts = {path: path.stat().st_mtime_ns for path in collected.rglob("*.parquet")}
+    assert collect(collected).exit_code == 0
+    assert {path: path.stat().st_mtime_ns for path in parts} == parts
+
+
+@pytest.mark.parametrize(
+    ("option", "reports"), [("file", {"prompts"}), ("id", {"loop", "test"}), ("category", {"library", "tests"})]
+)
+def test_datasets_are_categories_files_or_what_ids_begin_with(tmp_path, option, reports):
+    result = collect(tmp_path / "some", "--dataset", option, "--temperature", 0, "--max-new-tokens", 2)
+    assert result.exit_code == 0, result.output
+    said, rounds = read_collection(tmp_path / "some")
+    assert set(rounds.report.tolist()) == {f"{said.pair} x {report}" for report in reports}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--every", 2), "manifest.json: every: 1; now 2"),
+        (("--limit", 1), "manifest.json: prompts: "),
+        (("models.middle=demo:target",), "manifest.json: middle: 'demo:middle'; now 'demo:target'"),
+        (("sources.middle.draft.rescore_limit=4",), "pipeline.sources.middle.draft.rescore_limit: 32; now 4"),
+        (("calibration=off",), "manifest.json: pipeline.calibration: 'on'; now 'off'"),
+    ],
+)
+def test_another_collection_needs_another_folder(collected, args, message):
+    result = collect(collected, *args)
+    assert result.exit_code == 2
+    assert message in result.stderr and "Take another --out, or the options it was begun with." in result.stderr
+
+
+def test_a_folder_of_another_version_is_refused_by_both(collected, tmp_path):
+    said = json.loads((collected / "manifest.json").read_text())
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(said | {"format": 1}))
+    for result in (collect(tmp_path / "old"), run("scheduler", tmp_path / "old", "--out", tmp_path / "x.safetensors")):
+        assert result.exit_code == 2
+        assert "format 1" in result.stderr and "Collect anew" in result.stderr
+
+
+def test_missing_prompts_and_pipelines_of_one_source_are_refused(tmp_path):
+    result = run("collect", "--prompts", tmp_path / "none.jsonl", "--out", tmp_path / "c")
+    assert result.exit_code == 2 and "none.jsonl: No such file" in result.stderr
+    result = collect(tmp_path / "c", "--pipeline", "all_small")
+    assert result.exit_code == 2 and "1 sources of ranks [0]" in result.stderr
+    assert not (tmp_path / "c").exists()
+
+
+# -- scheduler --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted(collected) -> Path:
+    """Weights, their ablations and their report."""
+    out = collected.parent / "made" / "mine.safetensors"
+    result = run(
+        "scheduler", collected, "--out", out, "--signals", "frontier_depth,selected_score", "--ablations", *TINY
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (out.parent / "mine-report" / "report.md").read_text() + "\n"
+    return out
+
+
+def test_weights_ablations_and_a_report_are_written(fitted):
+    names = {None: fitted.stem} | {name: f"{fitted.stem}-{name}" for name in ABLATIONS}
+    made = {name: read_weights(fitted.with_name(f"{stem}.safetensors")) for name, stem in names.items()}
+    assert {name: weights.header.ablation for name, weights in made.items()} == {name: name for name in names}
+    assert [len(weights.header.signals) for weights in made.values()] == [2, 2, 1, 15]
+    assert [weights.value is not None for weights in made.values()] == [False, True, False, False]
+    assert made[None].header.pairs == (("demo:target", "demo:middle"),)
+    report = (fitted.parent / "mine-report" / "report.md").read_text()
+    for part in ("## Modelled throughput", "## Ablations", "| pair | costs | whole | value_online |", "margin's sign"):
+        assert part in report
+    assert {path.name for path in (fitted.parent / "mine-report").glob("*.png")} == {"reliability.png", "calls.png"}
+
+
+@pytest.mark.parametrize(("name", "mode"), [("mine", "predictor"), ("mine-value_online", "value")])
+def test_the_scheduler_takes_what_was_fitted(fitted, name, mode):
+    weights = fitted.with_stem(name)
+    pipeline = treegraft.load(
+        "treegraft", "steps=2", COSTS, f"scheduler={{use: distilled, weights: '{weights}', mode: {mode}}}"
+    )
+    assert pipeline.parts.scheduler.note().startswith(f"weights {name};")
+    plain = treegraft.load("plain")
+    prompt = PROMPTS["test"][1]
+    found = pipeline.generate(prompt, 12)
+    assert found.token_ids == plain.generate(prompt, 12).token_ids and not found.faults
+
+
+def test_an_interrupted_fit_goes_on_and_makes_the_same(fitted, collected, tmp_path):
+    """With what finished steps have left in the report's folder nothing is trained."""
+    again = tmp_path / "mine.safetensors"
+    beside = fitted.parent / "mine-report"
+    result = run("scheduler", collected, "--out", again, *SIGNALS, *TINY, "--report", beside)
+    assert result.exit_code == 0 and "value system" not in result.stderr and "predictor of" not in result.stderr
+    assert again.read_bytes() == fitted.read_bytes()
+
+
+def test_signals_are_selected_where_none_are_named(collected, tmp_path):
+    out = tmp_path / "selected.safetensors"
+    result = run("scheduler", collected, "--out", out, "--num-signals", 1, "--exclude", "tests", *TINY)
+    assert result.exit_code == 2 and "1 reports (demo:target + demo:middle x library) cannot fill 2" in result.stderr
+    result = run("scheduler", collected, "--out", out, "--num-signals", 1, "--selection-steps", 2, *TINY)
+    assert result.exit_code == 0, result.output
+    assert len(read_weights(out).header.signals) == 1 and (tmp_path / "selected-report" / "selection.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--signals", "frontier_dept"), "Did you mean 'frontier_depth'?"),
+        (("--exclude", "test"), "Did you mean 'tests'?"),
+        (("--folds", 3), "2 reports"),
+        (("--out", "weights.bin"), "ends in .safetensors"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(collected, tmp_path, args, message):
+    result = run("scheduler", collected, "--out", tmp_path / "x.safetensors", *args)
+    assert result.exit_code == 2 and message in result.stderr
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_what_exists_is_not_written_over(fitted, collected):
+    before = fitted.read_bytes()
+    result = run("scheduler", collected, "--out", fitted, *TINY)
+    assert result.exit_code == 2 and f"{fitted} exists" in result.stderr and fitted.read_bytes() == before
+    result = run("scheduler", collected, "--out", fitted.with_stem("mine-one"), "--signals", "frontier_depth", *TINY)
+    assert result.exit_code == 0, result.output
+    (fitted.with_stem("mine-two-one_signal")).write_text("mine")
+    result = run("scheduler", collected, "--out", fitted.with_stem("mine-two"), "--ablations", *TINY)
+    assert result.exit_code == 2 and "mine-two-one_signal.safetensors exists" in result.stderr
+
+
+def test_collections_of_different_pipelines_are_not_fitted_together(collected, tmp_path):
+    result = collect(tmp_path / "deeper", "steps=1", "--temperature", 0, "--max-new-tokens", 2)
+    assert result.exit_code == 0, result.output
+    result = run("scheduler", collected, tmp_path / "deeper", "--out", tmp_path / "x.safetensors", *TINY)
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'deeper'}: steps: 1, and 2 in {collected}" in result.stderr
+    assert "Fit them apart." in result.stderr
+    (tmp_path / "nothing").mkdir()
+    result = run("scheduler", tmp_path / "nothing", "--out", tmp_path / "x.safetensors")
+    assert result.exit_code == 2 and "made by treegraft fit collect" in result.stderr
