@@ -52,7 +52,11 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    drafting = [name for name in Registry.read().concrete() if name != "plain"]
+    registry = Registry.read()
+    drafting = [
+        name for name in registry.concrete()
+        if name != "plain" and "ablation" not in registry.pipelines[name].get("scheduler", {})  # those need weights
+    ]  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", default=",".join(drafting))
     parser.add_argument("--prompts", type=Path, default=HELD_OUT)

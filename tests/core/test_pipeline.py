@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from exactness.toy_block import TableBlockDrafter
+from hf.named_pipelines import for_any_models
 
 import treegraft
 from treegraft import Drafter, DrafterWarning, Expansion, Generation, PipelineBusyError, RequestError, Wants
-from treegraft.registry import Registry
 from treegraft.testing import FaultyDrafter, MarkovTarget, ScriptedDrafter, TableDrafter, markov_table
 
 V = 20
-NAMES = Registry.read().concrete()
+NAMES = for_any_models()
 FIXED = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
 SMALLER = ("sources.middle.width=2", "sources.middle.branching=3")
 PROMPT = [0, 1, 2]

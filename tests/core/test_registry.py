@@ -3,6 +3,7 @@
 import pytest
 
 from treegraft.compose import ResolvedPipeline, resolve
+from treegraft.errors import ComposeError
 from treegraft.interfaces import ModelSpec
 from treegraft.plugins import installed_plugins
 from treegraft.registry import Registry, packaged_registry
@@ -12,6 +13,9 @@ PIPELINES = (
     "treegraft_opt_tree", "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain", "ddtree",
     "medusa_heads", "treegraft_dflash",
 )  # fmt: skip
+ABLATIONS = {
+    f"treegraft_{name}": name for name in ("value_online", "one_signal", "all_signals")
+}  # of the distilled scheduler
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,8 @@ def without_the_environments_models():
 
 
 def test_every_pipeline_composes_and_is_lossless(resolved):
-    assert Registry.read(packaged_registry()).concrete() == list(PIPELINES)
+    named = Registry.read(packaged_registry()).concrete()
+    assert [name for name in named if name not in ABLATIONS] == list(PIPELINES) and set(ABLATIONS) < set(named)
     assert all(pipeline.lossless for pipeline in resolved.values())
 
 
@@ -71,6 +76,21 @@ def test_ablations_differ_from_treegraft_in_one_thing(resolved):
     for name, changes in expected.items():
         found = parts(resolved[name])
         assert {path: part for path, part in found.items() if base[path] != part} == changes
+
+
+@pytest.mark.parametrize(("name", "ablation"), ABLATIONS.items())
+def test_ablations_of_the_distilled_scheduler_are_refused_where_no_weights_ship(name, ablation):
+    """And say what makes them."""
+    others = ("models.target=some/model", "models.middle=some/other")
+    with pytest.raises(ComposeError) as error:
+        resolve(name, others, registry=packaged_registry())
+    message = str(error.value)
+    assert (
+        f"pipelines.{name}.scheduler" in message
+        and f"{ablation!r}: no weights are shipped for model + other" in message
+    )
+    assert "treegraft fit scheduler DIR... --ablations --out NAME.safetensors" in message
+    assert f"scheduler.weights=NAME-{ablation}.safetensors" in message
 
 
 def test_endpoints_are_the_standard_tree_of_one_drafter(resolved):

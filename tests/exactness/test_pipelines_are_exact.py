@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from exactness.toy_block import TableBlockDrafter
+from hf.named_pipelines import for_any_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import treegraft
-from treegraft.registry import Registry
 from treegraft.sampling import SamplingOptions
 from treegraft.testing import (
     SAMPLED,
@@ -29,7 +29,7 @@ from treegraft.testing.strategies import markov_tables, pipelines
 
 NUM_TOKENS = 3
 PROMPT = [0, 1, 2, 0, 1]
-NAMES = Registry.read().concrete()
+NAMES = for_any_models()
 FIXED = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
 # 1 lets most of the target's tokens miss the tree, 10 is the registry's own.
 SIZES = st.sampled_from([1, 2, 10])

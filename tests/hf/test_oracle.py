@@ -11,14 +11,15 @@ import pytest
 import torch
 import transformers
 from hf.families import FAMILIES, VOCAB_SIZE, WINDOW, dflash_of, heads_of, middle_of
+from hf.named_pipelines import for_any_models
 from hf.reference import generated
 
 import treegraft
-from treegraft.registry import Registry, packaged_registry
+from treegraft.registry import packaged_registry
 from treegraft.sampling import SeededDraws
 from treegraft_plugins.hf.target import HFCausalLMTarget
 
-PIPELINES = Registry.read(packaged_registry()).concrete()
+PIPELINES = for_any_models()
 # Measured costs or a shrinking budget would rationally decode models this small plainly, and prove nothing.
 DRAFT_ALWAYS = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
 MAX_NEW_TOKENS = 24

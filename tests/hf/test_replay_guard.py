@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from named_pipelines import for_any_models
 
 import treegraft
-from treegraft.registry import Registry, packaged_registry
+from treegraft.registry import packaged_registry
 from treegraft.replay import Recording, ReplayTarget, record, replay, wants_of
 from treegraft.sampling import SamplingOptions
 
@@ -30,7 +31,7 @@ TEXTS = [(0, 0.0), (21, 0.0), (30, 0.8)]  # prompt and temperature
 NUM_TOKENS = 48
 COSTS = f"costs={{use: file, path: {json.dumps(str(ROOT / 'benchmarks/data/demo_costs.json'))}}}"
 REFRESH = "python tests/hf/test_replay_guard.py"
-NAMES = [name for name in Registry.read(packaged_registry()).concrete() if name != "plain"]
+NAMES = [name for name in for_any_models() if name != "plain"]
 
 
 @cache
