@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import treegraft
+from treegraft import Scheduler
 from treegraft.registry import packaged_registry
 from treegraft.replay import Recording, ReplayTarget, outcome_of, record, replay, schedules, tabulate, wants_of
 from treegraft.sampling import SamplingOptions
@@ -82,3 +83,35 @@ def test_schedules_followed_by_their_labels_are_live_runs(temperature):
             assert table.num_accepted[start, index, 0] == len(done.verdict.path)
             missed += int((rows - table.num_rows[start, index, : len(rows)]).sum())
     assert missed > 5, "the middle had something to catch up"
+
+
+class InTurns(Scheduler):
+    """Another schedule of two steps every round."""
+
+    def decide(self, state):
+        return turn(state.statistics.acceptance.num_rounds)[len(state.steps)]
+
+
+def turn(number: int) -> tuple[str, str]:
+    return (("small", "middle"), ("small", "small"), ("middle", "small"), ("middle", "middle"))[number % 4]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_prefixes_of_a_followed_run_are_its_rounds_with_their_calibration(temperature):
+    """The middle's cache is the run's own, too: all schedules were tried in between, and left no trace."""
+    overrides = ("steps=2", *FIXED[:2])
+    live = loaded("treegraft", True, *overrides)
+    live.parts = attrs.evolve(live.parts, scheduler=InTurns())
+    rounds = live_run(live, temperature).rounds
+    prefixes = list(schedules(loaded("treegraft", False, *overrides), recording(temperature), follow=turn))
+    assert len(rounds) == len(prefixes) > 4
+    missed = 0
+    for number, (prefix, done) in enumerate(zip(prefixes, rounds, strict=True)):
+        label = prefix.labels[turn(number)]
+        assert label.num_accepted.tolist() == [len(done.verdict.path)]
+        assert np.array_equal(label.state.tree.token, done.state.tree.token)
+        assert label.state.tree.path_score == pytest.approx(done.state.tree.path_score, abs=1e-4)
+        rows = [step.num_rows for step in done.state.steps]
+        missed += sum(rows) - int(label.num_rows.sum())
+        assert (np.array(rows) >= label.num_rows[: len(rows)]).all()
+    assert missed > 0, "the middle had something to catch up"
