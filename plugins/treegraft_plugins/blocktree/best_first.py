@@ -1,7 +1,7 @@
 """The best prefixes of a factorised distribution, as a tree."""
 
 from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush, heappushpop
 from math import inf
 
 import attrs
@@ -60,36 +60,40 @@ def best_first(
     """
     if not log_prob.size:
         return PrefixTree(*np.zeros((3, 0), np.int64), *np.zeros((2, 0)))
-    children = (
-        _ChildrenByDepth(log_prob, branching) if edge_scores is None else _ChildrenByParent(edge_scores, branching)
-    )
+    if edge_scores is None:
+        below = _ChildrenByDepth(log_prob, branching).below
+    else:
+        below = _ChildrenByParent(edge_scores, branching).below
     last_depth = len(log_prob)
     taken: list[tuple[int, int, int, float, float]] = []
-    row = children.below(0, 0)
-    # (minus the score, what tells equal ones apart, parent, minus its score, depth, rank among the siblings, siblings)
-    heap = [(-row[0][0], -1, -1, 0.0, 1, 0, row)]
-    while heap and len(taken) < budget:
-        cost, _, parent, parent_cost, depth, rank, row = heap[0]
-        if cost == inf:
-            break
-        scores, columns = row
+    row = below(0, 0)
+    heap: list[_Entry] = []
+    best: _Entry = (row[0][0], -1, -1, 0.0, 1, 0, row)
+    while len(taken) < budget and best[0] < inf:
+        cost, _, parent, parent_cost, depth, rank, row = best
+        costs, columns = row
         node, column = len(taken), columns[rank]
-        taken.append((parent, depth, column, -cost, scores[rank]))
+        taken.append((parent, depth, column, cost, costs[rank]))
         rank += 1
-        if rank < len(scores):
-            heapreplace(heap, (parent_cost - scores[rank], 2 * node, parent, parent_cost, depth, rank, row))
-        else:
-            heappop(heap)
+        if rank < len(costs):
+            heappush(heap, (parent_cost + costs[rank], 2 * node, parent, parent_cost, depth, rank, row))
         if depth < last_depth:
-            row = children.below(depth, column)
-            heappush(heap, (cost - row[0][0], 2 * node + 1, node, cost, depth + 1, 0, row))
-    parents, depths, ranks, scores, edges = zip(*taken, strict=True) if taken else ((),) * 5
+            row = below(depth, column)
+            best = heappushpop(heap, (cost + row[0][0], 2 * node + 1, node, cost, depth + 1, 0, row))
+        elif heap:
+            best = heappop(heap)
+        else:
+            break
+    parents, depths, ranks, all_costs, edge_costs = zip(*taken, strict=True) if taken else ((),) * 5
     whole = (np.array(column, dtype=np.int64) for column in (parents, depths, ranks))
-    return PrefixTree(*whole, np.array(scores, dtype=np.float64), np.array(edges, dtype=np.float64))
+    return PrefixTree(*whole, *(-np.array(column, dtype=np.float64) for column in (all_costs, edge_costs)))
 
 
 _Row = tuple[list[float], Sequence[int]]
-"""The children a node may have: their scores, descending, and their columns."""
+"""The children a node may have: their costs (minus their scores), ascending, and their columns."""
+
+_Entry = tuple[float, int, int, float, int, int, _Row]
+"""A node in the heap: its path's cost, what tells equal ones apart, parent, that one's cost, depth, rank, siblings."""
 
 
 class _ChildrenByDepth:
@@ -97,7 +101,7 @@ class _ChildrenByDepth:
 
     def __init__(self, log_prob: Floats, branching: int | None):
         columns = range(log_prob.shape[1])
-        self._rows: list[_Row] = [(scores, columns) for scores in log_prob[:, :branching].tolist()]
+        self._rows: list[_Row] = [(costs, columns) for costs in (-log_prob[:, :branching]).tolist()]
 
     def below(self, depth: int, column: int) -> _Row:
         return self._rows[depth]
@@ -107,15 +111,15 @@ class _ChildrenByParent:
     """Children sorted for each parent, when it comes to it: most parents never do."""
 
     def __init__(self, edge_scores: Floats, branching: int | None):
-        self._edge_scores, self._branching = edge_scores, branching
+        self._costs, self._branching = -edge_scores, branching
         self._rows: dict[tuple[int, int], _Row] = {}
 
     def below(self, depth: int, column: int) -> _Row:
         row = self._rows.get((depth, column))
         if row is None:
-            scores = self._edge_scores[depth, column]
-            order = np.argsort(-scores, kind="stable")[: self._branching]
-            row = self._rows[depth, column] = scores[order].tolist(), order.tolist()
+            costs = self._costs[depth, column]
+            order = costs.argsort(kind="stable")[: self._branching]
+            row = self._rows[depth, column] = costs[order].tolist(), order.tolist()
         return row
 
 
