@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from hf.families import FAMILIES
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+import treegraft
 from treegraft.errors import ModelError
 from treegraft.interfaces import ModelSpec
+from treegraft.registry import packaged_registry
 from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.target import HFCausalLMTarget
 
@@ -51,7 +54,8 @@ def test_what_transformers_honours_is_handed_on(monkeypatch):
 
     def from_pretrained(name, **options):
         calls.append((name, options))
-        return FAMILIES["llama"]()
+        model = FAMILIES["llama"]()
+        return (model, {"missing_keys": set()}) if options.pop("output_loading_info", False) else model
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
@@ -170,6 +174,35 @@ def test_a_folder_without_a_model_is_named(tmp_path):
 def test_an_encoder_decoder_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     assert "T5Config" in refusal(ModelSpec(str(tmp_path)))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_filled_with_random_ones(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    message = refusal(ModelSpec(str(folder)))
+    assert "no whole LlamaForCausalLM: it lacks model.norm.weight" in message and "models.dflash" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "found", "allowed", "action"),
+    [
+        ("models.middle=demo:dflash", "no whole Qwen3ForCausalLM: it lacks lm_head.weight, model.embed_tokens.weight",
+         "a causal LM with all its weights", "saved as DFlashDraftModel; block drafters go by models.dflash"),
+        ("models.middle=demo:heads", "treegraft_heads", "a folder, a hub id", None),
+        ("models.dflash=demo:middle", "no DFlash drafter", "DFlashDraftModel", "{use: hf_causal_lm}"),
+        ("models.dflash=demo:heads", "no DFlash drafter", "DFlashDraftModel", "{use: hf_causal_lm}"),
+        ("models.heads=demo:dflash", "DFlashDraftModel", "HeadsDraftModel", "{use: hf_causal_lm}"),
+    ],
+)  # fmt: skip
+def test_one_kind_of_drafter_is_not_taken_for_another(override, found, allowed, action):
+    pipeline = {"middle": "all_middle", "dflash": "ddtree", "heads": "medusa_heads"}[override[7:].partition("=")[0]]
+    with pytest.raises(ModelError) as caught:
+        treegraft.load(pipeline, "costs={use: fixed}", override, registry=packaged_registry())
+    error = caught.value
+    assert override.partition("=")[2] in error.where
+    assert found in error.found and allowed in error.allowed
+    assert action is None or action in error.action
 
 
 @pytest.mark.parametrize("path", ["nobody/no-such-model", "nobody/no-such-model:weights.gguf"])

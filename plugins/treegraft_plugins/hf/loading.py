@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -107,9 +107,14 @@ def load_network(
         )  # fmt: skip
     for kind in ("missing", "unexpected", "mismatched"):
         if report[f"{kind}_keys"]:
-            names = sorted(key if isinstance(key, str) else str(key[0]) for key in report[f"{kind}_keys"])
-            raise ModelError(where, f"{kind} weights: {', '.join(names[:3])}", f"Allowed: those of {network.__name__}.")
+            found = f"{kind} weights: {_few(report[f'{kind}_keys'])}"
+            raise ModelError(where, found, f"Allowed: those of {network.__name__}.")
     return model.to(device).eval()
+
+
+def _few(keys: Iterable[Any]) -> str:
+    """The first names among transformers' report of weights."""
+    return ", ".join(sorted(key if isinstance(key, str) else str(key[0]) for key in keys)[:3])
 
 
 def _place(path: str) -> _Place:
@@ -164,8 +169,16 @@ def _load_model(spec: ModelSpec, place: _Place) -> PreTrainedModel:
             )  # fmt: skip
         options["attn_implementation"] = spec.attn_implementation
     with _wrapped(spec), without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(place.name, **options)
-        return model if spec.device_map is not None else model.to(device)
+        model, report = AutoModelForCausalLM.from_pretrained(place.name, output_loading_info=True, **options)
+    if report["missing_keys"]:  # transformers has filled them with random numbers
+        made_as, loaded_as = model.config.architectures or [], type(model).__name__
+        raise ModelError(
+            _where(spec.path), f"no whole {loaded_as}: it lacks {_few(report['missing_keys'])}",
+            "Allowed: a causal LM with all its weights.",
+            None if not made_as or loaded_as in made_as else
+            f"It was saved as {', '.join(made_as)}; block drafters go by models.dflash and models.heads.",
+        )  # fmt: skip
+    return model if spec.device_map is not None else model.to(device)
 
 
 def _load_tokenizer(spec: ModelSpec, place: _Place) -> Any:
@@ -221,6 +234,8 @@ def _wrapped(spec: ModelSpec) -> Iterator[None]:
     """Errors of transformers' loaders as a ModelError that says which model."""
     try:
         yield
+    except ModelError:
+        raise
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         found = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelError(_where(spec.path), found, _ALLOWED, _near_miss(Path(spec.path))) from error

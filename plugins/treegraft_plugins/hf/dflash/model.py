@@ -41,7 +41,8 @@ def draft_config(settings: Mapping[str, Any], where: str) -> Qwen3Config:
     """
     allowed = f"Allowed: a checkpoint with architectures: [{ARCHITECTURE}]."
     if ARCHITECTURE not in (settings.get("architectures") or ()):
-        raise ModelError(where, f"architectures: {settings.get('architectures')}, no DFlash drafter", allowed)
+        found = f"architectures: {settings.get('architectures')}, no DFlash drafter"
+        raise ModelError(where, found, allowed, "A causal LM drafts with {use: hf_causal_lm}.")
     own = settings.get("dflash_config") or {}
     needed = {key: settings.get(key) for key in ("block_size", "num_target_layers", "num_hidden_layers", "hidden_size")}
     missing = [key for key, value in {**needed, "dflash_config.mask_token_id": own.get("mask_token_id")}.items()
@@ -73,21 +74,25 @@ class DFlashAttention(Qwen3Attention):
         mask: torch.Tensor | None,
         cache: SlotCache | None,
     ) -> torch.Tensor:
-        def heads(states: torch.Tensor) -> torch.Tensor:
-            return states.unflatten(-1, (-1, self.head_dim))
-
         of_block, of_features = rotations
-        both = torch.cat([features, block], dim=1)
-        rotation = tuple(torch.cat(parts, dim=1) for parts in zip(of_features, of_block, strict=True))
-        queries = _rotated(self.q_norm(heads(self.q_proj(block))).transpose(1, 2), of_block)
-        keys = _rotated(self.k_norm(heads(self.k_proj(both))).transpose(1, 2), rotation)
-        values = heads(self.v_proj(both)).transpose(1, 2)
+        queries = _rotated(self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2), of_block)
+        num_sharing = len(block) // len(features)
+        context = (part.repeat_interleave(num_sharing, dim=0) for part in self._keys_values(features, of_features))
+        own = self._keys_values(block, of_block)
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(context, own, strict=True))
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
         attended = scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=self.num_key_value_groups > 1
         )
         return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def _keys_values(self, states: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = _rotated(self.k_norm(self._heads(self.k_proj(states))).transpose(1, 2), rotation)
+        return keys, self._heads(self.v_proj(states)).transpose(1, 2)
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.head_dim))
 
 
 class DFlashLayer(nn.Module):
@@ -158,13 +163,14 @@ class DFlashDraftModel(Qwen3PreTrainedModel):
         Args:
             block: [B, Q, h], the target's embeddings of the anchor and the mask tokens.
             block_positions: [B, Q], absolute.
-            features: [B, S, layers, h], the target's hidden states of S context tokens.
-            feature_positions: [B, S], absolute.
+            features: [C, S, layers, h], the target's hidden states of S context tokens; each of C contexts serves
+                B / C blocks in a row.
+            feature_positions: [C, S], absolute.
             mask: bool [B or 1, 1, Q, S + Q], which of [features ; block] each query sees; None for all of them.
             cache: holds the keys and values of earlier context; those of features and block are added behind.
         """
         context = self.hidden_norm(self.fc(features.flatten(2)))
-        rotations = (self.rotary_emb(block, block_positions), self.rotary_emb(block, feature_positions))
+        rotations = (self.rotary_emb(block, block_positions), self.rotary_emb(features, feature_positions))
         for layer in self.layers:
             block = layer(block, context, rotations, mask, cache)
         return self.norm(block)

@@ -39,7 +39,10 @@ def heads_config(settings: Mapping[str, Any], where: str) -> HeadsConfig:
     missing = [key for key in needed if not settings.get(key)]
     if ARCHITECTURE not in (settings.get("architectures") or ()) or missing:
         found = f"architectures: {settings.get('architectures')}, and without {', '.join(missing) or 'nothing'}"
-        raise ModelError(where, found, f"Allowed: a checkpoint with architectures: [{ARCHITECTURE}].")
+        raise ModelError(
+            where, found, f"Allowed: a checkpoint with architectures: [{ARCHITECTURE}].",
+            "A causal LM drafts with {use: hf_causal_lm}.",
+        )  # fmt: skip
     return HeadsConfig.from_dict(dict(settings))
 
 
