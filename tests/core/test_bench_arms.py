@@ -50,7 +50,7 @@ def compose(tmp_path, plugins):
 def test_pipelines_and_rivals_are_arms_and_plain_comes_twice(compose):
     lineup = compose("one", "plain", "hf_plain")
     assert lineup.names == ("one", "plain", "hf_plain", AGAIN)
-    assert set(lineup.pipelines) == {"one", "plain", AGAIN} and lineup.rivals == ("hf_plain",)
+    assert set(lineup.pipelines) == {"one", "plain", AGAIN} and set(lineup.rivals) == {"hf_plain"}
     assert compose("one").names == ("one",)
 
 

@@ -162,7 +162,7 @@ def test_transformers_own_block_drafting_takes_the_same_forwards_to_the_same_tex
     forwards = []
     handle = model.register_forward_hook(lambda *_: forwards.append(1))
     output = model.generate(
-        **inputs, do_sample=False, max_new_tokens=32, assistant_model=as_assistant(drafter._network),
+        **inputs, do_sample=False, max_new_tokens=32, assistant_model=as_assistant(drafter.network),
         speculation_type="dflash",
     )  # fmt: skip
     handle.remove()
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_the_published_layout_loads_and_drafts_under_both_rope_s
     (tmp_path / "draft" / "config.json").write_text(json.dumps(settings))
     drafter = DFlashDrafter(spec)
     reference = network(rope_theta=500.0).float()
-    found = drafter._network
+    found = drafter.network
     assert found.config.rope_parameters["rope_theta"] == 500.0
     torch.testing.assert_close(
         filled(found, block().float(), features(5).float()), filled(reference, block().float(), features(5).float())
@@ -461,7 +461,7 @@ def test_a_clone_shares_the_weights_and_nothing_else(target):
     drafter = bound(target, tree="chain")
     drafter.start(observed(target, TEXT))
     clone = drafter.clone()
-    assert clone._network is drafter._network and clone.tree == "chain"
+    assert clone.network is drafter.network and clone.tree == "chain"
     clone.bind(target)
     clone.start(observed(target, [1, 2]))
     assert drafter.draft(request(60)).token.tolist() == expected_marginals(target, TEXT, 60).argmax(-1).tolist()

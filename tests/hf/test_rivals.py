@@ -21,7 +21,7 @@ def pipeline():
 
 @pytest.fixture(scope="module")
 def arms(pipeline):
-    models = {"middle": ModelSpec("demo:middle")}
+    models = {"middle": ModelSpec("demo:middle"), "dflash": ModelSpec("demo:dflash")}
     return {name: rival(name, pipeline.target, models) for name in RIVALS}
 
 

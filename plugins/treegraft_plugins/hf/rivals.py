@@ -15,6 +15,8 @@ from treegraft.bench.arms import Answer, Arm, Request, Timed, Told, request_sett
 from treegraft.bench.records import Round
 from treegraft.errors import ModelError
 from treegraft.interfaces import TargetModel
+from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
+from treegraft_plugins.hf.dflash.model import as_assistant
 from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.rules import split_rules
 from treegraft_plugins.hf.target import HFCausalLMTarget
@@ -215,6 +217,30 @@ class AssistedGenerate(SearchedGenerate):
         return {name: getattr(own, name) for name in names}
 
 
+class BlockGenerate(PlainGenerate):
+    """`generate(assistant_model=..., speculation_type="dflash")`: chains as long as the checkpoint's blocks.
+
+    Above temperature 0 it samples them from the block's marginals, as transformers does.
+    """
+
+    name, source = "hf_dflash", "assistant"
+    drafts = True
+
+    def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
+        super().__init__(model)
+        self._assistant = assistant
+
+    @property
+    def assistant(self) -> PreTrainedModel:
+        return self._assistant
+
+    def drafting(self, request: Request) -> dict[str, Any]:
+        return {"assistant_model": self._assistant, "speculation_type": "dflash"}
+
+    def read_back(self, config: Any) -> dict[str, Any]:
+        return {"speculation_type": config.speculation_type, "block_size": self._assistant.config.block_size}
+
+
 class _Watch:
     """Counts what a call of `generate` does, by what is public: forward hooks and a streamer.
 
@@ -311,15 +337,19 @@ def rival(name: str, target: TargetModel, models: Mapping[str, Any]) -> Arm:
     """One of transformers' arms.
 
     Args:
-        name: `hf_plain`, `hf_prompt_lookup` or `hf_assisted`.
+        name: `hf_plain`, `hf_prompt_lookup`, `hf_assisted` or `hf_dflash`.
         target: whose model is decoded with.
-        models: with `middle`, the assistant.
+        models: with `middle` or `dflash`, the assistant.
 
     Raises:
-        ModelError: the target is no transformers model.
+        ModelError: the target is no transformers model, or the block drafter was made for another one.
     """
     if not isinstance(target, HFCausalLMTarget):
         raise ModelError(name, f"a target of class {type(target).__name__}", "Allowed: hf_causal_lm.")
     if name == "hf_assisted":
         return AssistedGenerate(target.model, load_causal_lm(models["middle"])[0])
+    if name == "hf_dflash":
+        drafter = DFlashDrafter(models["dflash"])
+        drafter.bind(target)
+        return BlockGenerate(target.model, as_assistant(drafter.network))
     return {"hf_plain": PlainGenerate, "hf_prompt_lookup": PromptLookupGenerate}[name](target.model)

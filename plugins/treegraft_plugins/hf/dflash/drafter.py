@@ -32,6 +32,9 @@ class DFlashDrafter(Drafter):
         tree: `best_first`, the best prefixes of the product of the block's marginals, or `chain`, its best tokens.
         top_k: K, candidates a place; None for as many as the tree could use (32 with an edge scorer).
 
+    Attributes:
+        network: the loaded model.
+
     Raises:
         ModelError: the checkpoint cannot be loaded, or was made for another target.
 
@@ -45,19 +48,19 @@ class DFlashDrafter(Drafter):
     takes_edge_scorer: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
-        self._network, self._where = _network(self.model)
-        self.wants = Wants(hidden_layers=tuple(layer + 1 for layer in self._network.target_layer_ids))
-        self.max_length = self._network.config.max_position_embeddings - 1  # its blocks stand wholly below
+        self.network, self._where = _network(self.model)
+        self.wants = Wants(hidden_layers=tuple(layer + 1 for layer in self.network.target_layer_ids))
+        self.max_length = self.network.config.max_position_embeddings - 1  # its blocks stand wholly below
         self.model_name = model_name(self.model)
-        self.identity = f"dflash {self.tree} {self.top_k} {latency_identity(self._network)}"
+        self.identity = f"dflash {self.tree} {self.top_k} {latency_identity(self.network)}"
         self._target: TargetModel | None = None
         self.stop()
 
     def bind(self, target: TargetModel) -> None:
-        config = self._network.config
+        config = self.network.config
         check_target(
             target, self._where, num_layers=config.num_target_layers, hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size, tokens=[self._network.mask_token_id],
+            vocab_size=config.vocab_size, tokens=[self.network.mask_token_id],
         )  # fmt: skip
         self._target = target
 
@@ -75,17 +78,17 @@ class DFlashDrafter(Drafter):
         self._marginals: Marginals | None = None  # of the round's pass
 
     def clone(self) -> "DFlashDrafter":
-        return attrs.evolve(self, model=self._network)
+        return attrs.evolve(self, model=self.network)
 
     def draft(self, request: DraftRequest) -> Expansion:
         self.num_rows = 0
         if not asks_for_root(request):
             return Expansion.empty()
-        self.num_rows = self._network.block_size
+        self.num_rows = self.network.block_size
         if self._marginals is None:
             self._marginals = self._pass(int(request.tree.token[0]))
         return drafted(
-            request, self._network.block_size - 1, self._marginals.top, shape=self.tree, top_k=self.top_k,
+            request, self.network.block_size - 1, self._marginals.top, shape=self.tree, top_k=self.top_k,
             signals=self._marginals.signals,
         )  # fmt: skip
 
@@ -94,12 +97,12 @@ class DFlashDrafter(Drafter):
         self._marginals = None
         hidden = hidden_of(observation, self._where)
         if hidden is not None:
-            self._features.append(hidden.to(self._network.device, self._network.dtype))
+            self._features.append(hidden.to(self.network.device, self.network.dtype))
 
     @torch.inference_mode()
     def _pass(self, root_token: int) -> Marginals:
         """Fill the block behind the context; of both, the context's keys and values stay."""
-        network, target = self._network, self._target
+        network, target = self.network, self._target
         if target is None:
             raise ModelError(self._where, "draft() before bind()", "Allowed: a drafter that has met its target.")
         size, device = network.block_size, network.device

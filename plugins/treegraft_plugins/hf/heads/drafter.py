@@ -29,6 +29,9 @@ class HeadsDrafter(Drafter):
         tree: `best_first`, the best prefixes of the product of the heads' marginals, or `chain`, their best tokens.
         top_k: K, candidates a place; None for as many as the tree could use (32 with an edge scorer).
 
+    Attributes:
+        network: the loaded model.
+
     Raises:
         ModelError: the checkpoint cannot be loaded, or was made for another target.
 
@@ -42,15 +45,15 @@ class HeadsDrafter(Drafter):
     takes_edge_scorer: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
-        self._network, self._where = _network(self.model)
-        self.wants = Wants(hidden_layers=(self._network.config.num_target_layers,))
+        self.network, self._where = _network(self.model)
+        self.wants = Wants(hidden_layers=(self.network.config.num_target_layers,))
         self.model_name = model_name(self.model)
-        self.identity = f"heads {self.tree} {self.top_k} {latency_identity(self._network)}"
+        self.identity = f"heads {self.tree} {self.top_k} {latency_identity(self.network)}"
         self._target: TargetModel | None = None
         self.stop()
 
     def bind(self, target: TargetModel) -> None:
-        config = self._network.config
+        config = self.network.config
         check_target(
             target, self._where, num_layers=config.num_target_layers, hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
@@ -71,7 +74,7 @@ class HeadsDrafter(Drafter):
         self._marginals: Marginals | None = None  # of the round's pass
 
     def clone(self) -> "HeadsDrafter":
-        return attrs.evolve(self, model=self._network)
+        return attrs.evolve(self, model=self.network)
 
     def draft(self, request: DraftRequest) -> Expansion:
         self.num_rows = 0
@@ -81,7 +84,7 @@ class HeadsDrafter(Drafter):
         if self._marginals is None:
             self._marginals = self._pass(self._hidden, int(request.tree.token[0]))
         return drafted(
-            request, self._network.config.num_heads, self._marginals.top, shape=self.tree, top_k=self.top_k,
+            request, self.network.config.num_heads, self._marginals.top, shape=self.tree, top_k=self.top_k,
             signals=self._marginals.signals,
         )  # fmt: skip
 
@@ -90,8 +93,8 @@ class HeadsDrafter(Drafter):
         if self._target is None:
             raise ModelError(self._where, "draft() before bind()", "Allowed: a drafter that has met its target.")
         root = self._target.embed(torch.tensor(root_token))
-        place = {"device": self._network.device, "dtype": self._network.dtype}
-        hidden = self._network(last.to(**place), root.to(**place))
+        place = {"device": self.network.device, "dtype": self.network.dtype}
+        hidden = self.network(last.to(**place), root.to(**place))
         return Marginals.of(self._target.head(hidden.to(root.dtype)), hidden, self._where)
 
 
