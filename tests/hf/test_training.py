@@ -6,22 +6,23 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hf.families import build
+from hf.families import FAMILIES, build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from treegraft.cli import main
-from treegraft.errors import RequestError
+from treegraft.errors import ModelError, RequestError
 from treegraft.interfaces import ModelSpec
 from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
 from treegraft_plugins.hf.dflash.training import DFlashShape, DFlashStudent, fit_dflash
 from treegraft_plugins.hf.heads.drafter import HeadsDrafter
 from treegraft_plugins.hf.heads.training import HeadsShape, fit_heads
+from treegraft_plugins.hf.loading import load_causal_lm
 from treegraft_plugins.hf.target import HFCausalLMTarget
 from treegraft_plugins.hf.training.corpus import TextPlan, continued, read_texts, token_stream
 from treegraft_plugins.hf.training.course import Course, Fit
 from treegraft_plugins.hf.training.loop import Schedule
-from treegraft_plugins.hf.training.teacher import accepted_along, lesson
+from treegraft_plugins.hf.training.teacher import Lessons, accepted_along, lesson
 
 WORDS = [f"w{number}" for number in range(60)]
 SHAPE = DFlashShape(block_size=4, num_layers=1, num_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=32)
@@ -97,9 +98,9 @@ def test_blocks_in_training_say_what_the_drafter_says_at_the_same_place(folder, 
     drafter, target = DFlashDrafter(spec), HFCausalLMTarget(task.target, self_check=False)
     drafter.bind(target)
     tokens = np.arange(3, 23)
-    taught = lesson(target.model, tokens[None], [layer + 1 for layer in drafter._network.target_layer_ids], 1.0)
+    taught = lesson(target.model, tokens[None], [layer + 1 for layer in drafter.network.target_layer_ids], 1.0)
     anchors = torch.tensor([[1, 4, 12]])
-    hidden = DFlashStudent(drafter._network).places(target.model, taught, anchors)[0]
+    hidden = DFlashStudent(drafter.network).places(target.model, taught, anchors)[0]
     for number, anchor in enumerate(anchors[0].tolist()):
         (seen,) = target.prefill([tokens[: anchor + 1]], drafter.wants)
         drafter.start(seen)
@@ -107,7 +108,28 @@ def test_blocks_in_training_say_what_the_drafter_says_at_the_same_place(folder, 
         torch.testing.assert_close(target.head(hidden[number]).log_softmax(-1), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_place_k_is_taught_the_targets_distribution_of_that_place():
+def lessons_of(target, text, layers, folder, temperature=1.0):
+    return Lessons.of(target, text, layers, temperature, folder, lambda line: None, batch_size=2)
+
+
+def test_lessons_are_what_the_target_says_computed_once(tmp_path):
+    target = build("Llama", {}).float()
+    text = np.random.default_rng(0).integers(3, 60, (5, 32))
+    made = lessons_of(target, text, [1, 2], tmp_path, 0.5)
+    forwards = []
+    target.register_forward_hook(lambda *_: forwards.append(1))
+    kept = lessons_of(target, text, [1, 2], tmp_path, 0.5)
+    rows = np.array([3, 0, 3])
+    found = [each[rows] for each in (made, kept)]
+    assert not forwards and len(kept) == 5
+    expected = lesson(target, text[rows], [1, 2], 0.5)
+    for each in found:
+        assert torch.equal(each.tokens, expected.tokens)
+        torch.testing.assert_close(each.hidden, expected.hidden)
+        torch.testing.assert_close(each.probs, expected.probs)
+
+
+def test_place_k_is_taught_the_targets_distribution_of_that_place(tmp_path):
     """The loss of a student that says exactly this is the distributions' own entropy, the least there is."""
     target = build("Llama", {}).float()
     text = np.random.default_rng(0).integers(3, 60, (4, 32))
@@ -124,11 +146,12 @@ def test_place_k_is_taught_the_targets_distribution_of_that_place():
             return super().places(target, taught, anchors - 1)
 
     course = Course(num_windows=4, num_anchors=8, gamma=2.0)
-    loss = course.loss(Knowing(), target, text, np.random.default_rng(1))
+    lessons = lessons_of(target, text, [3], tmp_path)
+    loss = course.loss(Knowing(), lessons, np.random.default_rng(1))
     probs = lesson(target, text, [3], 1.0).probs
     entropy = -(probs * probs.log()).sum(-1)
     assert entropy.min() <= loss <= entropy.max()
-    assert course.loss(Late(), target, text, np.random.default_rng(1)) > loss + 0.1
+    assert course.loss(Late(), lessons, np.random.default_rng(1)) > loss + 0.1
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -157,6 +180,24 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(fit_it, shape, 
     curve = [json.loads(line) for line in (whole / "curve.jsonl").read_text().splitlines()]
     assert [line["step"] for line in curve] == [3, 6] and all(line["accepted at 0"] >= 0 for line in curve)
     assert "min left" in said[1]
+
+
+def test_until_half_of_the_steps_are_done_there_may_be_fewer_or_more(folder, tmp_path):
+    def stopping(line):
+        if line.startswith("step 3/"):
+            raise Stop
+
+    def schedule(steps):
+        return Schedule(steps=steps, measure_every=3, save_every=2, warm_up=2)
+
+    fit_dflash(fit(folder, tmp_path / "whole"), SHAPE)
+    with pytest.raises(Stop):
+        fit_dflash(fit(folder, tmp_path / "parts", schedule=schedule(8), report=stopping), SHAPE)
+    with pytest.raises(RequestError, match=r"other settings \(steps\)"):
+        fit_dflash(fit(folder, tmp_path / "parts", schedule=schedule(3)), SHAPE)
+    fit_dflash(fit(folder, tmp_path / "parts"), SHAPE)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
 
 
 def test_other_settings_are_refused_instead_of_mixed(folder, tmp_path):
@@ -191,13 +232,19 @@ def test_the_command_writes_a_drafter_that_loads(name, drafter, folder, tmp_path
     assert "step 2/2" in result.stderr
     made = drafter(ModelSpec(str(tmp_path / "out")))
     made.bind(HFCausalLMTarget(ModelSpec(str(folder / "target")), self_check=False))
-    assert made._network.dtype == torch.float32
+    assert made.network.dtype == torch.float32
 
 
 def test_a_target_without_a_tokenizer_is_refused(folder, tmp_path):
     build("Llama", {}).float().save_pretrained(tmp_path / "target")
     with pytest.raises(RequestError, match="without a tokenizer"):
         fit_dflash(fit(folder, tmp_path / "out", target=ModelSpec(str(tmp_path / "target"))), SHAPE)
+
+
+def test_a_target_that_lends_no_head_is_refused(folder, tmp_path):
+    target = FAMILIES["gemma2"](), load_causal_lm(ModelSpec(str(folder / "target")))[1]
+    with pytest.raises(ModelError, match="scales or caps"):
+        fit_dflash(fit(folder, tmp_path / "out", target=target), SHAPE)
 
 
 def test_anchors_come_in_whole_groups():

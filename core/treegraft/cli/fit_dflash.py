@@ -34,8 +34,9 @@ def dflash(
 ) -> None:
     """Train a block-diffusion drafter on text and on what the target itself writes.
 
-    DIR then holds the drafter (config.json, model.safetensors), the text (text.npz), the checkpoint (training.pt) and
-    the held-out curve (curve.jsonl): mean accepted tokens a round of the drafter's chains, for each temperature.
+    DIR then holds the drafter (config.json, model.safetensors), the text (text.npz) and the target's hidden states of
+    it (hidden-*.bin), the checkpoint (training.pt) and the held-out curve (curve.jsonl): mean accepted tokens a round
+    of the drafter's chains, for each temperature.
     """
     from treegraft_plugins.hf.dflash.training import DFlashShape, fit_dflash
 

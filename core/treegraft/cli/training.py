@@ -86,6 +86,9 @@ _OPTIONS = (
     ),
     click.option("--gamma", type=float, default=4.0, show_default=True, help="Place k weighs exp(-(k - 1) / gamma)."),
     click.option(
+        "--label-temperature", type=float, default=1.0, show_default=True, help="Of the distributions that are learned."
+    ),
+    click.option(
         "--measure-every",
         type=click.IntRange(min=1),
         default=200,
@@ -128,6 +131,7 @@ def fit_of(
     batch: int,
     anchors: int,
     gamma: float,
+    label_temperature: float,
     measure_every: int,
     save_every: int,
     seed: int,
@@ -152,7 +156,7 @@ def fit_of(
             temperatures=tuple(temperatures),
             seed=seed,
         ),
-        course=Course(num_windows=batch, num_anchors=anchors, gamma=gamma),
+        course=Course(num_windows=batch, num_anchors=anchors, gamma=gamma, temperature=label_temperature),
         schedule=Schedule(
             steps=steps, learning_rate=learning_rate, measure_every=measure_every, save_every=save_every, seed=seed
         ),

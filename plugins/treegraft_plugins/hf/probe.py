@@ -131,6 +131,16 @@ def tolerance(model: PreTrainedModel) -> float:
     return 1e-9 if exact else 1e-4  # eager attention takes its softmax in float32
 
 
+@torch.no_grad()
+def head_is_all(model: PreTrainedModel) -> bool:
+    """Whether the head alone gives the forward's logits, from the last hidden states."""
+    head = model.get_output_embeddings()
+    ids = torch.tensor([[0, 1, 2]], device=model.get_input_embeddings().weight.device)
+    output = model(input_ids=ids, use_cache=False, output_hidden_states=[-1])
+    made = head(output.hidden_states[-1].to(head.weight.device))
+    return relative_error(made, output.logits) <= tolerance(model)
+
+
 def _tokens(engine: TreeEngine) -> np.ndarray:
     return np.random.default_rng(0).integers(0, engine.vocab_size, _F + 1)
 

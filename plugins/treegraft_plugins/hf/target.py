@@ -16,7 +16,7 @@ from treegraft_plugins.hf.audit import teacher_force
 from treegraft_plugins.hf.cache import KeysValues, Past
 from treegraft_plugins.hf.engine import TreeEngine, latency_identity
 from treegraft_plugins.hf.loading import Loadable, load_causal_lm, model_name
-from treegraft_plugins.hf.probe import check_trees, refuse_unserved, relative_error, tolerance
+from treegraft_plugins.hf.probe import check_trees, head_is_all, refuse_unserved
 
 T = TypeVar("T")
 
@@ -97,18 +97,12 @@ class HFCausalLMTarget(TargetModel):
             raise NotImplementedError(
                 f"{type(self.model).__name__} lends no head: its forward scales or caps the logits after it"
             )
-        return self._apply_head(hidden)
-
-    def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.model.get_output_embeddings()
         return head(hidden.to(head.weight.device))
 
     @cached_property
     def _head_is_all(self) -> bool:
-        """Whether the head alone gives the forward's logits, from the last hidden states."""
-        ids = torch.tensor([[0, 1, 2]], device=self._engine.device)
-        output = self.model(input_ids=ids, use_cache=False, output_hidden_states=[-1])
-        return relative_error(self._apply_head(output.hidden_states[-1]), output.logits) <= tolerance(self.model)
+        return head_is_all(self.model)
 
     def sampling_rules(self, prompt: Ints, options: SamplingOptions, max_new_tokens: int) -> SamplingRules:
         ids = torch.tensor(prompt, device=self._engine.device)[None]

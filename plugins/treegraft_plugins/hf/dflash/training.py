@@ -32,14 +32,14 @@ class DFlashStudent(Student):
 
     def places(self, target: PreTrainedModel, taught: Lesson, anchors: torch.Tensor) -> torch.Tensor:
         size, device, (num_rows, num_anchors) = self.network.block_size, anchors.device, anchors.shape
-        length = taught.tokens.shape[1]
+        num_texts, length = taught.tokens.shape
         tokens = torch.full((num_rows, num_anchors, size), self.network.mask_token_id, device=device)
-        tokens[:, :, 0] = taught.tokens.gather(1, anchors)
+        tokens[:, :, 0] = taught.tokens.repeat_interleave(num_rows // num_texts, dim=0).gather(1, anchors)
         with torch.no_grad():
             block = target.get_input_embeddings()(tokens.flatten(1)).float()
         positions = (anchors[:, :, None] + torch.arange(size, device=device)).flatten(1)
-        context = torch.arange(length, device=device).expand(num_rows, -1)
-        before = context[:, None] < anchors[:, :, None]
+        context = torch.arange(length, device=device).expand(num_texts, -1)
+        before = context[0] < anchors[:, :, None]
         own = torch.eye(num_anchors, dtype=torch.bool, device=device).repeat_interleave(size, dim=1)
         mask = torch.cat([before, own.expand(num_rows, -1, -1)], dim=2).repeat_interleave(size, dim=1)
         hidden = self.network(block, positions, taught.hidden, context, mask[:, None])

@@ -23,7 +23,7 @@ class HeadsStudent(Student):
         self.num_places = network.config.num_heads
 
     def places(self, target: PreTrainedModel, taught: Lesson, anchors: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None] * len(taught.tokens) // len(anchors)
         with torch.no_grad():
             root = target.get_input_embeddings()(taught.tokens[rows, anchors]).float()
         places: torch.Tensor = self.network(taught.hidden[rows, anchors - 1, 0], root)

@@ -179,7 +179,7 @@ def prepared(
     Raises:
         RequestError: `file` was made by another plan.
     """
-    described = json.dumps([attrs.asdict(plan), [str(path) for path in (*texts, *held_out)]])
+    described = json.dumps([attrs.asdict(plan), model.name_or_path, [str(path) for path in (*texts, *held_out)]])
     if file.exists():
         with np.load(file) as saved:
             if str(saved["plan"]) != described:

@@ -11,12 +11,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from treegraft.errors import RequestError
-from treegraft.tree import Ints
+from treegraft.errors import ModelError, RequestError
 from treegraft_plugins.hf.loading import Loadable, load_causal_lm
+from treegraft_plugins.hf.probe import head_is_all
 from treegraft_plugins.hf.training.corpus import Continuations, Report, TextPlan, prepared
 from treegraft_plugins.hf.training.loop import Schedule, Trainer
-from treegraft_plugins.hf.training.teacher import Lesson, accepted_along, lesson
+from treegraft_plugins.hf.training.teacher import Lesson, Lessons, accepted_along, lesson
 from treegraft_plugins.options import number, whole
 
 
@@ -35,7 +35,10 @@ class Student(ABC):
 
     @abstractmethod
     def places(self, target: PreTrainedModel, taught: Lesson, anchors: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, A, L, h] for the places after tokens `anchors` [B, A]; nothing behind an anchor is read."""
+        """Hidden states [B, A, L, h] for the places after tokens `anchors` [B, A]; nothing behind an anchor is read.
+
+        Each of the N texts of `taught` serves B / N rows of anchors in a row.
+        """
 
 
 @attrs.frozen(kw_only=True)
@@ -44,7 +47,7 @@ class Course:
 
     Args:
         num_windows: windows of text a step.
-        num_anchors: anchors a window, at random places.
+        num_anchors: anchors a window, at different random places as far as it has so many.
         group: anchors that are computed together; a group's attention may be quadratic in it.
         gamma: place k weighs exp(-(k - 1) / gamma).
         temperature: of the target's distributions.
@@ -60,15 +63,18 @@ class Course:
         if self.num_anchors % self.group:
             raise ValueError(f"num_anchors: got {self.num_anchors}; allowed: a multiple of {self.group}.")
 
-    def loss(self, student: Student, target: PreTrainedModel, text: Ints, rng: np.random.Generator) -> torch.Tensor:
+    def loss(self, student: Student, lessons: Lessons, rng: np.random.Generator) -> torch.Tensor:
         """Weighted cross-entropy to the target's distributions (nats), at random anchors of random windows of text."""
-        length, num_places = text.shape[1], student.num_places
-        rows = text[rng.integers(0, len(text), self.num_windows)]
-        taught = lesson(target, rows, student.hidden_layers, self.temperature)
+        target, num_places = lessons.model, student.num_places
+        taught = lessons[rng.choice(len(lessons), self.num_windows, replace=self.num_windows > len(lessons))]
         num_groups = self.num_anchors // self.group
-        places = rng.integers(1, length - num_places, (self.num_windows * num_groups, self.group))
-        anchors = torch.from_numpy(places).to(taught.tokens.device)
-        hidden = student.places(target, taught.repeated(num_groups), anchors)
+        last = taught.tokens.shape[1] - num_places
+        places = [
+            rng.choice(np.arange(1, last), self.num_anchors, replace=self.num_anchors >= last)
+            for _ in range(self.num_windows)
+        ]
+        anchors = torch.from_numpy(np.reshape(places, (-1, self.group))).to(taught.tokens.device)
+        hidden = student.places(target, taught, anchors)
         drafted = target.get_output_embeddings()(hidden.flatten(0, 2))
         # What stands at place anchor + k, the target's distribution after token anchor + k - 1 decides.
         ahead = torch.arange(num_places, device=anchors.device)
@@ -88,7 +94,7 @@ def chain_accepted(student: Student, target: PreTrainedModel, text: Continuation
         taught = lesson(target, row[None], student.hidden_layers, 1.0)
         anchors = torch.arange(first, length - num_places, device=taught.tokens.device)
         padded = torch.cat([anchors, anchors[-1:].repeat(-len(anchors) % group)]).view(-1, group)
-        hidden = student.places(target, taught.repeated(len(padded)), padded).flatten(0, 1)[: len(anchors)]
+        hidden = student.places(target, taught, padded).flatten(0, 1)[: len(anchors)]
         drafts = np.zeros((length, num_places), np.int64)
         drafts[first : length - num_places] = target.get_output_embeddings()(hidden).argmax(-1).cpu().numpy()
         accepted, rounds = accepted_along(drafts, row, first)
@@ -103,7 +109,7 @@ class Fit:
     Args:
         target: what to draft for.
         texts, held_out: files and folders, see `read_texts`.
-        out: the folder of the drafter, its text, its checkpoint and its held-out curve.
+        out: the folder of the drafter, its text and the target's hidden states of it, its checkpoint and its curve.
         plan, course, schedule: which text, how it is taught, how long.
         report: where lines of progress go.
     """
@@ -121,12 +127,17 @@ class Fit:
         """The target, its weights frozen, and its tokenizer.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: it cannot be loaded, or does not lend its head.
             RequestError: it has no tokenizer.
         """
         model, tokenizer = load_causal_lm(self.target)
         if tokenizer is None:
             raise RequestError("target", "a model without a tokenizer", "Allowed: a folder or hub id that holds both.")
+        if not head_is_all(model):
+            raise ModelError(
+                "target", f"a {type(model).__name__}, whose forward scales or caps the logits behind its head",
+                "Allowed: targets that lend their head.",
+            )  # fmt: skip
         return model.requires_grad_(False), tokenizer
 
     def run(self, student: Student, target: PreTrainedModel, tokenizer: Any, shape: Mapping[str, Any]) -> None:
@@ -141,6 +152,10 @@ class Fit:
             report=self.report,
         )  # fmt: skip
 
+        lessons = Lessons.of(
+            target, text.train, student.hidden_layers, self.course.temperature, self.out, self.report
+        )  # fmt: skip
+
         def measure() -> Mapping[str, float]:
             return {
                 f"accepted at {temperature:g}": chain_accepted(student, target, text.held_out.at(temperature))
@@ -149,6 +164,6 @@ class Fit:
 
         settings = {"text": attrs.asdict(self.plan), "course": attrs.asdict(self.course), "shape": dict(shape)}
         Trainer(
-            student.network, lambda rng: self.course.loss(student, target, text.train, rng), measure, self.schedule,
+            student.network, lambda rng: self.course.loss(student, lessons, rng), measure, self.schedule,
             settings, self.out, self.report,
         ).run()  # fmt: skip

@@ -28,7 +28,7 @@ class Schedule:
     Args:
         steps: optimiser steps in all.
         learning_rate: of the matrices, under Muon; everything else learns at a fifth of it, under AdamW.
-        warm_up: steps of a linear warm-up; the second half decays linearly to 2 %.
+        warm_up: steps of a linear warm-up; the second half of all decays linearly to 2 %.
         measure_every: steps between held-out measurements.
         save_every: steps between checkpoints.
         seed: of initialisation, windows and anchors.
@@ -174,12 +174,15 @@ class Trainer:
             (self.out / CURVE).unlink(missing_ok=True)
             return
         state = torch.load(file, weights_only=True)
-        if state["settings"] != self._described():
-            before = json.loads(state["settings"])
-            changed = [key for key, value in json.loads(self._described()).items() if before.get(key) != value]
+        before, now = json.loads(state["settings"]), json.loads(self._described())
+        changed = [key for key in now if before.get(key) != now[key]]
+        if changed == ["steps"] and 2 * state["step"] <= min(before["steps"], now["steps"]):
+            changed = []  # the rate was the same so far
+        if changed:
             raise RequestError(
                 str(file), f"a training with other settings ({', '.join(changed)})",
-                "Allowed: to go on with the same settings.", "Repeat the command as it was, or name another folder.",
+                "Allowed: to go on with the same settings; another number of steps before half of either is done.",
+                "Repeat the command as it was, or name another folder.",
             )  # fmt: skip
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):

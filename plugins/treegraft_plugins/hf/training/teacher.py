@@ -1,6 +1,7 @@
 """What a target says about given text: the hidden states drafters read, and the distributions they learn from."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from treegraft.tree import Ints
+from treegraft_plugins.hf.training.corpus import Report
 
 
 @attrs.frozen(eq=False)
@@ -24,11 +26,6 @@ class Lesson:
     hidden: torch.Tensor
     probs: torch.Tensor
 
-    def repeated(self, times: int) -> "Lesson":
-        """Each text several times in a row, with the distributions left as they are."""
-        tokens, hidden = (part.repeat_interleave(times, dim=0) for part in (self.tokens, self.hidden))
-        return Lesson(tokens, hidden, self.probs)
-
 
 @torch.no_grad()
 def lesson(model: PreTrainedModel, tokens: Ints, hidden_layers: Sequence[int], temperature: float) -> Lesson:
@@ -37,6 +34,63 @@ def lesson(model: PreTrainedModel, tokens: Ints, hidden_layers: Sequence[int], t
     output = model(input_ids=ids, use_cache=False, output_hidden_states=list(hidden_layers))
     hidden = torch.stack([output.hidden_states[layer].float() for layer in hidden_layers], dim=2)
     return Lesson(ids, hidden, (output.logits.float() / temperature).softmax(-1))
+
+
+@attrs.frozen(eq=False)
+class Lessons:
+    """Windows of text and what the target's layers say about them, computed once and kept in a file.
+
+    Attributes:
+        tokens: int64 [N, T].
+        hidden: [N, T, layers + 1, h], in the model's own precision: the hidden states asked for, and the last ones.
+        model: the target, whose head alone makes its logits.
+        temperature: divides the logits.
+    """
+
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    model: PreTrainedModel
+    temperature: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls, model: PreTrainedModel, tokens: Ints, hidden_layers: Sequence[int], temperature: float, folder: Path,
+        report: Report, batch_size: int = 16,
+    ) -> "Lessons":  # fmt: skip
+        """Read the states of `tokens` [N, T] from the file in `folder`, or compute and write them."""
+        layers = [*hidden_layers, model.config.get_text_config(decoder=True).num_hidden_layers]
+        width = model.config.get_text_config(decoder=True).hidden_size
+        file = folder / f"hidden-{'-'.join(map(str, hidden_layers))}.bin"
+        partial = file.with_suffix(".part")
+        shape = (*tokens.shape, len(layers), width)
+        place = str(file if file.exists() else partial)
+        hidden = torch.from_file(place, shared=True, size=int(np.prod(shape)), dtype=model.dtype).view(shape)
+        lessons = cls(torch.from_numpy(tokens.astype(np.int64)), hidden, model, temperature)
+        if file.exists():
+            return lessons
+        device = model.get_input_embeddings().weight.device
+        for start in range(0, len(tokens), batch_size):
+            rows = slice(start, start + batch_size)
+            output = model(
+                input_ids=lessons.tokens[rows].to(device), use_cache=False, output_hidden_states=sorted(set(layers)),
+                logits_to_keep=1,
+            )  # fmt: skip
+            hidden[rows] = torch.stack([output.hidden_states[layer].cpu() for layer in layers], dim=2)
+            if start % (16 * batch_size) == 0:
+                report(f"{start}/{len(tokens)} windows read by the target")
+        partial.replace(file)
+        return lessons
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @torch.no_grad()
+    def __getitem__(self, rows: Ints) -> Lesson:
+        head = self.model.get_output_embeddings()
+        hidden = self.hidden[rows].to(head.weight.device)
+        logits = head(hidden[:, :, -1]).float() / self.temperature
+        return Lesson(self.tokens[rows].to(hidden.device), hidden[:, :, :-1].float(), logits.softmax(-1))
 
 
 def accepted_along(drafts: Ints, text: Ints, first: int) -> tuple[int, int]:
