@@ -24,12 +24,12 @@ def run(*args):
     return CliRunner().invoke(main, ["fit", *map(str, args)])
 
 
-def collect(out: Path, *args):
+def collect(out: Path, *args, costs: str = COSTS):
     """Two steps, so that four schedules are replayed in each round."""
     prompts = out.parent / "prompts.jsonl"
     lines = [{"id": key, "category": task, "turns": [text]} for key, (task, text) in PROMPTS.items()]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ("--temperature", "0,0.8", "--max-new-tokens", 10, "steps=2", COSTS)
+    options = ("--temperature", "0,0.8", "--max-new-tokens", 10, "steps=2", costs)
     return run("collect", "--prompts", prompts, "--out", out, *options, *args)
 
 
@@ -96,7 +96,7 @@ def test_a_folder_of_another_version_is_refused_by_both(collected, tmp_path):
 def test_missing_prompts_and_pipelines_of_one_source_are_refused(tmp_path):
     result = run("collect", "--prompts", tmp_path / "none.jsonl", "--out", tmp_path / "c")
     assert result.exit_code == 2 and "none.jsonl: No such file" in result.stderr
-    result = collect(tmp_path / "c", "--pipeline", "all_small")
+    result = collect(tmp_path / "c", "--pipeline", "all_small", costs="costs={use: fixed}")
     assert result.exit_code == 2 and "1 sources of ranks [0]" in result.stderr
     assert not (tmp_path / "c").exists()
 
@@ -149,6 +149,19 @@ def test_an_interrupted_fit_goes_on_and_makes_the_same(fitted, collected, tmp_pa
     result = run("scheduler", collected, "--out", again, *SIGNALS, *TINY, "--report", beside)
     assert result.exit_code == 0 and "value system" not in result.stderr and "predictor of" not in result.stderr
     assert again.read_bytes() == fitted.read_bytes()
+
+
+def test_excluded_categories_and_other_collections_are_reported_on_only(collected, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PROMPTS, "more", ("other", "x = 1\ny = x\n"))
+        assert collect(tmp_path / "three", "--temperature", 0, "--max-new-tokens", 4).exit_code == 0
+    out = tmp_path / "mine.safetensors"
+    options = ("--exclude", "other", "--held-out", collected, *SIGNALS, *TINY)
+    result = run("scheduler", tmp_path / "three", "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    fitted_to, held_out = result.stdout.split("## Modelled throughput on what was held out")
+    assert "middle x other |" not in fitted_to and "middle x other | flat, ratio 2 |" in held_out
+    assert "middle x library |" in fitted_to and held_out.count("middle x library | flat, ratio 2 |") == 1
 
 
 def test_signals_are_selected_where_none_are_named(collected, tmp_path):

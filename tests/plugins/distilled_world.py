@@ -18,7 +18,7 @@ def rounds(num_rounds: int = 60, steps: int = 2, num_reports: int = 3, gain: int
     shape = (num_rounds, 2**steps)
     signals = rng.normal(size=(num_rounds, trajectories.num_states(steps), len(CANDIDATES)))
     helps = signals[:, 0, SPEAKS] > 0
-    signals[:, :, SPEAKS] = signals[:, :1, SPEAKS]
+    signals[:, :, SPEAKS] = np.where(helps, 1.0, -1.0)[:, None] * rng.uniform(0.5, 1.5, (num_rounds, 1))
     calls = trajectories.schedules(steps)
     accepted = np.where(helps[:, None] & calls[:, 0], 1 + gain, 1) + rng.integers(0, 2, shape)
     ranks = np.where(np.arange(trajectories.MAX_RANKS) < accepted[..., None], np.arange(trajectories.MAX_RANKS) + 1, 0)

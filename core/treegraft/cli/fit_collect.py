@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import attrs
 import click
@@ -127,7 +128,7 @@ def collect(
 
 def _replaying(resolved: ResolvedPipeline, live: Pipeline) -> ResolvedPipeline:
     """The pipeline with `live`'s drafters, and a target that replays what `live`'s has decoded."""
-    given = {f"sources.{source.name}.draft": source.drafter for source in live.sources}
+    given: dict[str, Any] = {f"sources.{source.name}.draft": source.drafter for source in live.sources}
     given["target"] = ReplayTarget(live.target)
     parts = {path: attrs.evolve(part, given=given.get(path, part.given)) for path, part in resolved.parts.items()}
     return attrs.evolve(resolved, parts=parts)

@@ -33,6 +33,10 @@ from treegraft.errors import RequestError, suggest
     help="Keep these categories out of the fit.",
 )  # fmt: skip
 @click.option(
+    "--held-out", type=Listed(Path, "a list of folders"), default=(), metavar="DIR[,DIR...]",
+    help="More collections, to report on only.",
+)  # fmt: skip
+@click.option(
     "--resamples", type=click.IntRange(min=2), default=12, show_default=True, help="Cost tables to fit under."
 )
 @click.option("--training-steps", type=click.IntRange(min=1), default=2500, show_default=True, help="Of each network.")
@@ -53,6 +57,7 @@ def scheduler(
     signals: Sequence[str],
     folds: int,
     exclude: Sequence[str],
+    held_out: Sequence[Path],
     resamples: int,
     training_steps: int,
     selection_steps: int,
@@ -86,7 +91,7 @@ def scheduler(
     torch.set_num_threads(1)  # networks so small lose by sharing
     beside = report or out.with_name(f"{out.stem}-report")
     with progress() as say:
-        material = gather(folders, options)
+        material = gather(folders, options, held_out)
         fitted = fit_scheduler(material, options, beside, say)
         ablations = fit_ablations(fitted, options, beside, say) if with_ablations else {}
     path = write_report(fitted, beside, ablations)

@@ -70,12 +70,14 @@ class Material:
         parts: the rounds of each.
         fold: int [N], of all rounds in the collections' order.
         worlds: all rounds under every cost table.
+        held_out: (manifest, rounds) of what is not fitted to, and only reported on.
     """
 
     manifests: tuple[Manifest, ...]
     parts: tuple[Rounds, ...]
     fold: Ints
     worlds: tuple[World, ...]
+    held_out: tuple[tuple[Manifest, Rounds], ...] = ()
 
     @property
     def rounds(self) -> Rounds:
@@ -109,35 +111,45 @@ class Fitted:
     weights: Weights
 
 
-def gather(folders: Sequence[Path], options: Options) -> Material:
+def gather(folders: Sequence[Path], options: Options, held_out: Sequence[Path] = ()) -> Material:
     """The rounds of collections, under the cost tables to fit for.
 
     Args:
         folders: made by `treegraft fit collect`, of pipelines with the same parts and sizes.
         options: how to fit.
+        held_out: more of them, to report on only, as on the rounds of excluded categories.
 
     Raises:
         RequestError: the collections do not fit together, or are too few reports.
     """
-    collections = [read_collection(folder) for folder in folders]
-    manifests = tuple(manifest for manifest, _ in collections)
-    _check_alike(folders, manifests)
+    every = [read_collection(folder) for folder in (*folders, *held_out)]
+    _check_alike([*folders, *held_out], [manifest for manifest, _ in every])
+    collections, others = every[: len(folders)], every[len(folders) :]
     unknown = set(options.exclude).difference(*(rounds.category.tolist() for _, rounds in collections))
     if unknown:
         known = sorted({name for _, rounds in collections for name in rounds.category.tolist()})
         raise RequestError(
             "--exclude", f"{min(unknown)!r}", f"Categories: {', '.join(known)}.", suggest(min(unknown), known)
         )
-    parts = tuple(rounds.take(~np.isin(rounds.category, options.exclude)) for _, rounds in collections)
-    reports = np.concatenate([part.report for part in parts])
+    manifests, parts, left_out = [], [], []
+    for manifest, rounds in collections:
+        is_excluded = np.isin(rounds.category, options.exclude)
+        left_out.append((manifest, rounds.take(is_excluded)))
+        if not is_excluded.all():
+            manifests.append(manifest)
+            parts.append(rounds.take(~is_excluded))
+    reports = [name for part in parts for name in part.report.tolist()]
     try:
         fold = trajectories.folds(reports, options.folds)
     except ValueError as error:
         raise RequestError(
-            "--folds", str(error), f"Allowed: at most as many folds as reports, here {len(set(reports.tolist()))}.",
+            "--folds", str(error), f"Allowed: at most as many folds as reports, here {len(set(reports))}.",
             "Collect more kinds of text, or fewer folds.",
         ) from error  # fmt: skip
-    return Material(manifests, parts, fold, tuple(_worlds(manifests, parts, options)))
+    return Material(
+        tuple(manifests), tuple(parts), fold, tuple(_worlds(manifests, parts, options)),
+        tuple((manifest, rounds) for manifest, rounds in (*left_out, *others) if len(rounds)),
+    )  # fmt: skip
 
 
 def fit_scheduler(material: Material, options: Options, work: Path, progress: Progress) -> Fitted:
@@ -222,7 +234,6 @@ def _worlds(manifests: Sequence[Manifest], parts: Sequence[Rounds], options: Opt
             )
         ]
         for manifest, part in zip(manifests, parts, strict=True)
-        if len(part)
     ]
     return [fit.joined(list(places)) for places in zip(*by_pair, strict=True)]
 

@@ -163,6 +163,17 @@ def lines_of(fitted: Fitted, follow: Follow) -> list[Line]:
     return found
 
 
+def _held_out(fitted: Fitted) -> list[str]:
+    """What the predictor that is shipped comes to on what nothing was fitted to."""
+    held_out, follow = fitted.material.held_out, whole(fitted.predictors[-1])
+    found = [
+        line
+        for manifest, rounds in held_out
+        for line in lines(rounds, manifest.setup, tables_for(manifest), follow, total=manifest.pair)
+    ]
+    return ["## Modelled throughput on what was held out", "", *table(found), ""] if found else []
+
+
 def followed(fitted: Fitted) -> Follow:
     """What a fit does with rounds of folds that it has not seen."""
     if fitted.weights.header.ablation == VALUE_ONLINE:
@@ -188,6 +199,7 @@ def write_report(fitted: Fitted, folder: Path, ablations: Mapping[str, Fitted] |
         text += [f"**It has learned nothing but {' and '.join(sorted(learned))}**: nothing depends on the tree.", ""]
     text += _setting(fitted)
     text += ["## Modelled throughput, out of fold", "", *table(found), ""]
+    text += _held_out(fitted)
     text += _ablations({"whole": fitted, **ablations}, totals) if ablations else []
     text += _selection(fitted)
     text += ["## Out-of-fold errors of the value system", "", "Relative to always guessing the mean (1.0).", ""]
