@@ -25,6 +25,7 @@ from treegraft_plugins.schedulers.distilled.trajectories import Outcome, Rounds
 RATIOS = (1.0, 40.0)
 """Smallest and largest t_target / t_middle that is fitted for."""
 MAX_MARGIN = 0.5
+MAX_SELECTION_ROWS, MAX_JUDGED_ROWS = 150_000, 20_000
 Done = Callable[[int], None]
 """Called with how much is done."""
 
@@ -295,7 +296,8 @@ def select_signals(
 ) -> list[tuple[str, float]]:
     """Forward selection among the candidates by the mean out-of-fold error of both branches.
 
-    Smaller networks than the final ones judge the candidates, all of them and all folds side by side.
+    Smaller networks than the final ones judge the candidates, all of them and all folds side by side, on a sample of
+    the rows.
 
     Args:
         worlds: the same rounds under several cost tables.
@@ -313,13 +315,15 @@ def select_signals(
     mean, std = wanted.mean((1, 2)), np.maximum(wanted.std((1, 2)), 1e-3)
     folds = np.tile(fold, len(worlds))
     first = NUM_RUNTIME + 2 + steps
+    rng = np.random.default_rng(0)
     branches = []
     for called in (False, True):
         branch = _Branch.of(steps, called)
         x = _with_suffix(state, branch)
         rows = Normaliser.of(x.reshape(-1, x.shape[-1]))(x).reshape(-1, x.shape[-1])
         y = ((wanted[:, :, branch.schedule] - mean[:, None, None]) / std[:, None, None]).reshape(2, -1)
-        branches.append((rows, y.astype(np.float32), folds.repeat(len(branch.state))))
+        sample = rng.permutation(len(rows))[:MAX_SELECTION_ROWS]
+        branches.append((rows[sample], y[:, sample].astype(np.float32), folds.repeat(len(branch.state))[sample]))
 
     def judge(candidates: Sequence[Sequence[int]]) -> list[float]:
         """The error of each set of signals."""
@@ -341,11 +345,11 @@ def select_signals(
                 num_steps=num_steps,
                 batch=512,
             )
-            sample = np.random.default_rng(0).permutation(len(rows))[:20_000]
-            out = networks.predict(rows[sample], mask[[number for number, *_ in members]])
+            judged = fold_of[:MAX_JUDGED_ROWS]
+            out = networks.predict(rows[: len(judged)], mask[[number for number, *_ in members]])
             out = out.reshape(len(candidates), num_folds, 2, -1)
-            own = out[:, fold_of[sample], :, np.arange(len(sample))]  # row, candidate, head
-            true = y[:, sample].T
+            own = out[:, judged, :, np.arange(len(judged))]  # row, candidate, head
+            true = y[:, : len(judged)].T
             error = ((own - true[:, None]) ** 2).mean(0)
             guessed_rate, true_rate = (_log_rate(np.moveaxis(v * std + mean, -1, 0)) for v in (own, true))
             rate_error = ((guessed_rate - true_rate[:, None]) ** 2).mean(0) / max(float(true_rate.var()), 1e-12)

@@ -65,10 +65,10 @@ class Networks:
         return (torch.matmul(hidden, layers["w3"]) + layers["b3"])[..., 0]
 
     @torch.no_grad()
-    def predict(
-        self, x: NDArray[np.float32], mask: NDArray[np.float32] | None = None, chunk: int = 16384
-    ) -> NDArray[np.float32]:
-        """float32 [M, N], in chunks of rows."""
+    def predict(self, x: NDArray[np.float32], mask: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """float32 [M, N], in chunks of rows so small that their hidden layers need no fresh memory each time."""
+        num_networks, _, hidden = self.layers["w1"].shape
+        chunk = max(64, 2**20 // (num_networks * hidden))
         seen = None if mask is None else torch.from_numpy(mask)
         parts = [self(torch.from_numpy(x[begin : begin + chunk]), seen) for begin in range(0, len(x), chunk)]
         return torch.cat(parts, 1).numpy()
