@@ -20,6 +20,7 @@ from treegraft.errors import (
 from treegraft.front_door import generate
 from treegraft.hookspecs import hookimpl
 from treegraft.interfaces import (
+    BudgetChoice,
     BudgetPolicy,
     Drafter,
     DraftRequest,
@@ -52,6 +53,7 @@ from treegraft.tree import DraftTree, Expansion
 __version__ = metadata.version("treegraft")
 
 __all__ = [
+    "BudgetChoice",
     "BudgetPolicy",
     "ComposeError",
     "CostModel",

@@ -35,7 +35,7 @@ PIPELINE_PARTS = {
     "verifier": "verifier",
     "costs": "cost model",
 }
-BOUND_PARTS = ("scheduler", "budget")
+BOUND_KINDS = ("scheduler", "budget", "edge scorer")
 SOURCE_PARTS = {"draft": "drafter", "select": "selector", "graft": "graft policy", "edges": "edge scorer"}
 
 # -- what it comes to -------------------------------------------------------------------------------------------------
@@ -84,6 +84,17 @@ class Part:
         if self.model is None:
             return self.report(ComposeError, self.cls, **self.arguments)
         return self.report(ModelError, self.cls, **self.arguments | {"model": models[self.model]})
+
+    def bind(self, made: Any, setting: Setting) -> None:
+        """Let the component that was made of this meet its pipeline, if its kind does.
+
+        Raises:
+            ComposeError: it does not suit the pipeline.
+        """
+        if self.kind == "edge scorer":
+            self.report(ComposeError, made.bind, setting, self.where.split(".")[-2])
+        elif self.kind in BOUND_KINDS:
+            self.report(ComposeError, made.bind, setting)
 
     def make_again(self, made: Any, models: Mapping[str, Any]) -> Any:
         """The component for a second pipeline: a clone of `made` where it offers one, else made anew.
@@ -158,7 +169,9 @@ class ResolvedPipeline:
 
 def _source_settings(sources: Mapping[str, SourceSchema], models: Mapping[str, str]) -> dict[str, SourceSetting]:
     return {
-        name: SourceSetting(models[name], schema.width, schema.branching, schema.rank)
+        name: SourceSetting(
+            models[name], schema.width, schema.branching, schema.rank, (schema.edges or {}).get("use", "")
+        )
         for name, schema in sources.items()
     }
 
@@ -254,8 +267,8 @@ def _connect(resolved: ResolvedPipeline, made: Mapping[str, Any], tokenizer: Any
         for index, (name, schema) in enumerate(resolved.sources.items())
     ]
     setting = resolved.setting(made["budget"].max_verify_nodes, made)
-    for key in BOUND_PARTS:
-        resolved.parts[key].report(ComposeError, made[key].bind, setting)
+    for path, part in resolved.parts.items():
+        part.bind(made[path], setting)
     return Pipeline(
         name=resolved.name,
         sources=sources,
@@ -391,9 +404,9 @@ class _Resolver:
             steps=steps,
             verify_nodes=made["budget"].max_verify_nodes if "budget" in made else None,
         )
-        for path in (path for path in BOUND_PARTS if path in made):
+        for path in (path for path in made if self.parts[path].kind in BOUND_KINDS):
             try:
-                self.parts[path].report(ComposeError, made[path].bind, setting)
+                self.parts[path].bind(made[path], setting)
             except TreeGraftError as error:
                 self.faults.keep(error)
                 continue

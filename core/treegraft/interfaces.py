@@ -226,12 +226,19 @@ class Source:
 
 @attrs.frozen
 class SourceSetting:
-    """A source as its pipeline's other parts may know it beforehand: its model's name ("" without one), and numbers."""
+    """A source as its pipeline's parts may know it beforehand.
+
+    Attributes:
+        model: the name of its drafter's model, "" where it has none.
+        width, branching, rank: as in Source.
+        edges: the registered name of its edge scorer, "" without one.
+    """
 
     model: str
     width: int
     branching: int
     rank: int
+    edges: str = ""
 
 
 @attrs.frozen
@@ -326,13 +333,28 @@ class RoundState:
         )
 
 
+@attrs.frozen
+class BudgetChoice:
+    """How many nodes to verify, and what a policy that predicts expects of it.
+
+    Attributes:
+        nodes: B, non-root nodes.
+        gain: draft tokens that it expects to be accepted, or None.
+        cost_ms: modelled latency of the whole round (ms), or None.
+    """
+
+    nodes: int
+    gain: float | None = None
+    cost_ms: float | None = None
+
+
 @attrs.frozen(eq=False)
 class RoundRecord:
     """A finished round: the state it ended in and what followed.
 
     Attributes:
         state: the round's last state; `state.tree` is the tree before pruning.
-        budget: non-root nodes that the policy allowed to verify.
+        choice: non-root nodes that the policy allowed to verify, and what it expected of them.
         pruned: the tree that was verified.
         verdict: accepted path (rows of `pruned`), bonus token, stop reason.
         tokens: the tokens emitted.
@@ -341,12 +363,17 @@ class RoundRecord:
     """
 
     state: RoundState
-    budget: int
+    choice: BudgetChoice
     pruned: DraftTree
     verdict: Verdict
     tokens: tuple[int, ...]
     latency_ms: Mapping[str, float]
     source_ms: Mapping[str, float]
+
+    @property
+    def budget(self) -> int:
+        """Non-root nodes that the policy allowed to verify."""
+        return self.choice.nodes
 
     @property
     def total_ms(self) -> float:
@@ -589,6 +616,7 @@ class BudgetPolicy(ABC):
 
     Rules:
         B1. Both answers are integers >= 0, and at most `max_verify_nodes`.
+        B2. `choose` allows what `verify_nodes` allows.
     """
 
     signals: ClassVar[tuple[str, ...]] = ()
@@ -611,6 +639,10 @@ class BudgetPolicy(ABC):
     def verify_nodes(self, state: RoundState, tree: DraftTree) -> int:
         """After growth: B, non-root nodes worth verifying; the forward has B + 1 rows, 0 is plain decoding."""
 
+    def choose(self, state: RoundState, tree: DraftTree) -> BudgetChoice:
+        """`verify_nodes`, with what it was chosen for; policies that predict say what they expect."""
+        return BudgetChoice(self.verify_nodes(state, tree))
+
 
 class Pruner(ABC):
     """Which nodes are verified?
@@ -629,10 +661,26 @@ class Pruner(ABC):
 class EdgeScorer(ABC):
     """How well does a child token fit its parent? For one-pass drafters, whose positions do not see each other.
 
+    The order of calls: `bind`, then `meet` once the models are loaded, then any number of `score`.
+
     Rules:
         E1. Scores are finite, <= 0, of shape [L, P, C].
         E2. The answer is a function of the arguments.
     """
+
+    def bind(self, setting: Setting, source: str) -> None:
+        """As a scheduler's, for the source of this name."""
+
+    def note(self) -> str | None:
+        """As a scheduler's."""
+        return None
+
+    def meet(self, target: TargetModel) -> None:
+        """Meet the target, once: borrow its embeddings.
+
+        Raises:
+            ModelError: this scorer cannot score that target's tokens.
+        """
 
     @abstractmethod
     def score(self, parents: Ints, children: Ints, log_prob: Floats) -> Floats:

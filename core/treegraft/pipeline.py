@@ -155,6 +155,8 @@ class Pipeline:
                     f"Allowed with {type(verifier).__name__}: {', '.join(sorted(verifier.accepts))}.",
                 )
             source.drafter.bind(target)
+            if source.edge_scorer is not None:
+                source.edge_scorer.meet(target)
         wants = Wants(
             num_top=max((source.drafter.wants.num_top for source in self.sources), default=0),
             hidden_layers=tuple(sorted({i for source in self.sources for i in source.drafter.wants.hidden_layers})),

@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 
 from treegraft.interfaces import (
+    BudgetChoice,
     BudgetPolicy,
     DraftRequest,
     Limits,
@@ -29,6 +30,7 @@ from treegraft.tree import DraftTree, Expansion, Ints
 
 _NO_ROWS: Ints = np.zeros(0, np.int64)
 _NO_ROWS.setflags(write=False)
+_NO_NODES = BudgetChoice(0)
 
 
 class Laps:
@@ -90,11 +92,11 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     sampler, laps = request.sampler, Laps()
     state = grow_tree(parts, request, opening_state(parts, request), laps)
 
-    budget = parts.budget.verify_nodes(state, state.tree) if len(state.tree) > 1 else 0
+    choice = parts.budget.choose(state, state.tree) if len(state.tree) > 1 else _NO_NODES
     laps.lap("schedule")
     pruned = state.tree
-    if budget < len(pruned) - 1:
-        pruned = pruned.keep(parts.pruner.prune(pruned, budget))
+    if choice.nodes < len(pruned) - 1:
+        pruned = pruned.keep(parts.pruner.prune(pruned, choice.nodes))
     laps.lap("build")
     (scores,) = parts.target.score([pruned])
     sampler.begin(pruned, scores)
@@ -109,7 +111,7 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     verification_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
     learn(state, pruned, verdict, tokens, verification_ms, gains="gain" in parts.signals)
     laps.lap("learn")
-    return RoundRecord(state, budget, pruned, verdict, tokens, laps.ms, laps.source_ms)
+    return RoundRecord(state, choice, pruned, verdict, tokens, laps.ms, laps.source_ms)
 
 
 def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> RoundState:

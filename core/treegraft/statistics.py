@@ -268,10 +268,15 @@ class AcceptanceStats:
         self.calibrate = calibrate
         self.calibrations = tuple(Calibration() for _ in range(num_sources))
         self.options: dict[Option, OptionStats] = {}
-        self.is_hot = False  # the last round accepted something; what can be guessed comes in runs
+        self.last_accepted = 0  # draft tokens kept in the last round
         self.num_rounds = 0
         self.last_verified_round = -1
         self._emitted = self._ms = 0.0
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether the last round accepted something; what can be guessed comes in runs."""
+        return self.last_accepted > 0
 
     @property
     def emitted_per_ms(self) -> float:
@@ -279,10 +284,18 @@ class AcceptanceStats:
         return self._emitted / self._ms if self._ms else 0.0
 
     @property
+    def emitted_per_round(self) -> float:
+        """Moving average over about the last 20 rounds; 0.0 before the first."""
+        return self._emitted / self._weight if self._weight else 0.0
+
+    @property
     def round_ms(self) -> float:
         """Moving average of a round's modelled latency (ms); 0.0 before the first."""
-        weight = (1.0 - _KEEP**self.num_rounds) / (1.0 - _KEEP)
-        return self._ms / weight if weight else 0.0
+        return self._ms / self._weight if self._weight else 0.0
+
+    @property
+    def _weight(self) -> float:
+        return (1.0 - _KEEP**self.num_rounds) / (1.0 - _KEEP)
 
     def calibrated(self, source: int, log_prob: Floats, depth: Ints) -> Floats:
         """Edge scores [E] of a source's raw log probabilities [E] (nats, <= 0) for nodes at `depth` [E]."""
@@ -310,7 +323,7 @@ class AcceptanceStats:
 
     def learn_round(self, num_emitted: int, num_accepted: int, num_verified: int, modelled_ms: float) -> None:
         """Close a round: tokens emitted, draft tokens accepted, non-root nodes verified, modelled latency (ms)."""
-        self.is_hot = num_accepted > 0
+        self.last_accepted = num_accepted
         self._emitted = _KEEP * self._emitted + num_emitted
         self._ms = _KEEP * self._ms + modelled_ms
         if num_verified:

@@ -8,6 +8,7 @@ def treegraft_register(register: Register) -> None:
     """Every built-in, by name. Imported here, so that importing a single one does not bring in transformers."""
     from treegraft.verify import MatchVerifier
     from treegraft_plugins import budgets, costs, graft_policies, pruners, selectors
+    from treegraft_plugins.blocktree import edges
     from treegraft_plugins.drafters.ngram import NGramDrafter
     from treegraft_plugins.drafters.suffix import SuffixDrafter
     from treegraft_plugins.hf.csd import CascadeDrafter
@@ -15,6 +16,7 @@ def treegraft_register(register: Register) -> None:
     from treegraft_plugins.hf.drafter import HFCausalLMDrafter
     from treegraft_plugins.hf.heads.drafter import HeadsDrafter
     from treegraft_plugins.hf.target import HFCausalLMTarget
+    from treegraft_plugins.saba import SABABudget
     from treegraft_plugins.schedulers.distilled import DistilledScheduler
     from treegraft_plugins.schedulers.fixed import FixedScheduler
     from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
@@ -37,6 +39,11 @@ def treegraft_register(register: Register) -> None:
     register("opt_tree", OptTreeScheduler)
     register("fixed", budgets.FixedBudget)
     register("gain_over_cost", budgets.GainOverCostBudget)
+    register("expected_gain", budgets.ExpectedGainBudget)
+    register("saba", SABABudget)
+    register("identity", edges.IdentityScorer)
+    register("bigram", edges.BigramScorer)
+    register("tdes", edges.TDESScorer)
     register("top_paths", pruners.TopPaths)
     register("match", MatchVerifier)
     register("fixed", costs.FixedCosts)

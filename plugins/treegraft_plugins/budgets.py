@@ -3,9 +3,9 @@
 import attrs
 import numpy as np
 
-from treegraft.interfaces import BudgetPolicy, RoundState
+from treegraft.interfaces import BudgetChoice, BudgetPolicy, RoundState
 from treegraft.statistics import best_budget
-from treegraft.tree import DraftTree, Floats
+from treegraft.tree import DraftTree, Floats, Ints
 from treegraft_plugins.options import number, whole
 
 
@@ -65,3 +65,54 @@ class GainOverCostBudget(BudgetPolicy):
     def _target_ms(self, state: RoundState) -> Floats:
         rows = np.arange(1, self.max_verify_nodes + 2)
         return state.statistics.costs.target_ms(rows, state.position)
+
+
+@attrs.frozen
+class ExpectedGainBudget(BudgetPolicy):
+    """The budget with the most expected tokens per ms of the round, drafting included, by the tree's own scores.
+
+    What is expected of the best B nodes is the sum of exp(path_score), and the target's own token. Nothing is fitted.
+
+    Args:
+        verify_nodes: B, most non-root nodes ever verified.
+
+    Source: CaDDTree's rule, which stops adding nodes when the ratio stops rising; here the highest of all is taken,
+    which is the same where a node more never costs less than the one before it.
+    """
+
+    max_verify_nodes: int = attrs.field(default=63, alias="verify_nodes", validator=whole(0))
+
+    def max_nodes(self, state: RoundState) -> int:
+        return self.max_verify_nodes
+
+    def verify_nodes(self, state: RoundState, tree: DraftTree) -> int:
+        return self.choose(state, tree).nodes
+
+    def choose(self, state: RoundState, tree: DraftTree) -> BudgetChoice:
+        gain = expected_accepted(tree, self.max_verify_nodes)
+        return fastest(state, np.arange(len(gain)), gain)
+
+
+def expected_accepted(tree: DraftTree, most: int) -> Floats:
+    """float64 [B + 1]: draft tokens expected of the best 0 .. B nodes, B = min(`most`, nodes of the tree)."""
+    best = np.sort(tree.path_score)[::-1][: most + 1]  # the root, with score 0, comes first
+    expected: Floats = np.cumsum(np.exp(best)) - 1.0
+    return expected
+
+
+def fastest(state: RoundState, budgets: Ints, gain: Floats) -> BudgetChoice:
+    """The budget with the most tokens per ms of the whole round, of equals the smallest.
+
+    Args:
+        state: after growth.
+        budgets: int [G].
+        gain: float64 [G], draft tokens expected to be accepted under each.
+    """
+    costs = state.statistics.costs
+    drafting_ms = sum(float(costs.source_ms(step.source, step.num_rows)) for step in state.steps if len(step.positions))
+    cost_ms = costs.target_ms(budgets + 1, state.position) + drafting_ms
+    best = int(((1.0 + gain) / np.maximum(cost_ms, _LEAST_MS)).argmax())
+    return BudgetChoice(int(budgets[best]), float(gain[best]), float(cost_ms[best]))
+
+
+_LEAST_MS = 1e-9  # of a round under tables in which nothing costs anything

@@ -125,7 +125,8 @@ def round_line(done: RoundRecord, modelled_ms: float) -> dict[str, Any]:
     steps = [{"source": step.source, "num_rows": step.num_rows} for step in done.state.steps if len(step.positions)]
     return {
         "position": done.state.position, "accepted": len(done.verdict.path), "emitted": len(done.tokens),
-        "verified": len(done.pruned) - 1, "steps": steps, "modelled_ms": modelled_ms,
+        "verified": len(done.pruned) - 1, "steps": steps, "modelled_ms": modelled_ms, "budget": done.choice.nodes,
+        "expected_accepted": done.choice.gain, "expected_ms": done.choice.cost_ms,
     }  # fmt: skip
 
 
