@@ -28,11 +28,16 @@ LAZY_EXEMPTIONS = {
     ("cli", "treegraft_plugins.hf.training.loop"),
     ("cli", "treegraft_plugins.hf.dflash.training"),
     ("cli", "treegraft_plugins.hf.heads.training"),
+    ("cli", "treegraft_plugins.blocktree.distil.offline"),
+    ("cli", "treegraft_plugins.blocktree.distil.training"),
+    ("cli", "treegraft_plugins.collection"),
+    ("cli", "treegraft_plugins.saba.offline"),
     ("cli", "treegraft_plugins.schedulers.distilled"),
     ("cli", "treegraft_plugins.schedulers.distilled.fit"),
     ("cli", "treegraft_plugins.schedulers.distilled.offline"),
     ("cli", "treegraft_plugins.schedulers.distilled.report"),
     ("cli", "treegraft_plugins.schedulers.distilled.signals"),
+    ("cli", "treegraft_plugins.schedulers.distilled.weights"),
     ("bench", "treegraft_plugins.hf.rivals"),
 }
 

@@ -11,6 +11,8 @@ COMMANDS = {
     "scheduler": "treegraft.cli.fit_scheduler",
     "dflash": "treegraft.cli.fit_dflash",
     "heads": "treegraft.cli.fit_heads",
+    "edges": "treegraft.cli.fit_edges",
+    "budget": "treegraft.cli.fit_budget",
 }
 
 

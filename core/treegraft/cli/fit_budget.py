@@ -1,0 +1,126 @@
+"""`treegraft fit budget`: weights for the budget `saba`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import click
+
+from treegraft.bench.prompts import read_prompts
+from treegraft.cli.embedded import spare_threads
+from treegraft.cli.fit_edges import settings_of, texts_of
+from treegraft.cli.options import Listed, plugins_from_here, registry_options
+from treegraft.cli.progress import progress
+from treegraft.cli.quiet import quiet
+from treegraft.cli.run import with_defaults
+from treegraft.compose import ResolvedPipeline, build, resolve
+from treegraft.interfaces import Drafter
+from treegraft.pipeline import Pipeline
+from treegraft.replay import ReplayTarget
+from treegraft.statistics import CostModel
+
+
+@click.command()
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
+@click.option(
+    "--prompts", type=Listed(Path, "a list of files"), required=True, metavar="FILE[,FILE...]",
+    help="To fit to: JSON lines with id, category and turns, or Spec-Bench's own. Every eighth is kept for validation.",
+)  # fmt: skip
+@click.option(
+    "--held-out", type=Listed(Path, "a list of files"), required=True, metavar="FILE[,FILE...]",
+    help="To report on, by category.",
+)  # fmt: skip
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, metavar="DIR",
+    help="Weights, labels and report; the same command goes on with an interrupted fit.",
+)  # fmt: skip
+@click.option(
+    "--pipeline", default="ddtree_saba", show_default=True, help="Whose rounds are labelled; its budget gives B."
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a continuation.")
+@click.option(
+    "--temperature", type=Listed(float, "a list of numbers"), default="0,0.8", show_default=True, metavar="T[,T...]",
+    help="Every prompt is continued at each.",
+)  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True, help="Optimiser steps.")
+@click.option("--costs", type=click.Path(path_type=Path), metavar="FILE", help="A cost table.  [default: measured]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
+@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file.")
+@click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
+@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
+@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
+@registry_options
+def budget(
+    overrides: Sequence[str],
+    prompts: Sequence[Path],
+    held_out: Sequence[Path],
+    out: Path,
+    pipeline: str,
+    max_new_tokens: int,
+    temperature: Sequence[float],
+    steps: int,
+    costs: Path | None,
+    seed: int,
+    chat: bool,
+    limit: int | None,
+    per_task: int | None,
+    dtype: str | None,
+    device: str | None,
+    registry: Path | None,
+    modules: Sequence[str],
+) -> None:
+    """Fit the budget `saba` to rounds of a pipeline, replayed along plain continuations, and report its worth.
+
+    DIR then holds saba.safetensors, report.md (the fitted budget beside the training-free rule, the best fixed one and
+    the oracle, under four cost tables) and rounds.jsonl (what each held-out round chose, expected and emitted).
+    """
+    from treegraft_plugins.collection import kept_costs
+    from treegraft_plugins.saba.offline import BudgetFit
+
+    plugins = plugins_from_here(modules)
+    if costs is not None:
+        overrides = [*overrides, f"costs={{use: file, path: {json.dumps(str(costs))}}}"]
+    resolved = with_defaults(resolve(pipeline, overrides, registry=registry, plugins=plugins), dtype, device)
+    with quiet(), progress() as report:
+        spare_threads(resolved.models)
+        report("loading models", 0, 1)
+        live = build(resolved)
+        table = kept_costs(live, out)
+        replayed = build(_replaying(resolved, live, table))
+        texts, unseen = (
+            texts_of(live.target, [prompt for path in files for prompt in read_prompts(path, limit, per_task)], chat)
+            for files in (prompts, held_out)
+        )
+        made = {"target": live.target, **_drafters(live)}
+        path = BudgetFit(
+            target=live.target,
+            pipeline=replayed,
+            setting=resolved.setting(live.parts.budget.max_verify_nodes, made),
+            texts=texts,
+            held_out=unseen,
+            max_new_tokens=max_new_tokens,
+            temperatures=tuple(temperature),
+            seed=seed,
+            num_steps=steps,
+            costs=table,
+            settings=settings_of(resolved)
+            | {"max_new_tokens": max_new_tokens, "temperatures": list(temperature), "seed": seed},
+            out=out,
+            progress=report,
+        ).run()
+    click.echo(path.read_text())
+    click.echo(f"weights: {out}/saba.safetensors; report: {path}", err=True)
+
+
+def _drafters(pipeline: Pipeline) -> dict[str, Drafter]:
+    """By key path."""
+    return {f"sources.{source.name}.draft": source.drafter for source in pipeline.sources}
+
+
+def _replaying(resolved: ResolvedPipeline, live: Pipeline, costs: CostModel) -> ResolvedPipeline:
+    """The pipeline with `live`'s drafters, fixed costs, and a target that replays what `live`'s has decoded."""
+    given = {"target": ReplayTarget(live.target), "costs": costs, **_drafters(live)}
+    parts = {path: attrs.evolve(part, given=given.get(path, part.given)) for path, part in resolved.parts.items()}
+    return attrs.evolve(resolved, parts=parts)
