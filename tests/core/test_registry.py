@@ -11,8 +11,13 @@ from treegraft.registry import Registry, packaged_registry
 PIPELINES = (
     "plain", "all_small", "all_suffix", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
     "treegraft_opt_tree", "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain", "ddtree",
-    "medusa_heads", "treegraft_dflash",
+    "ddtree_tdes", "ddtree_saba", "graft", "medusa_heads", "treegraft_dflash", "treegraft_graft", "treegraft_saba",
 )  # fmt: skip
+GRAFTS = {
+    "ddtree_tdes": ("ddtree", True, False), "ddtree_saba": ("ddtree", False, True), "graft": ("ddtree", True, True),
+    "treegraft_graft": ("treegraft_dflash", True, True), "treegraft_saba": ("treegraft", False, True),
+}  # fmt: skip
+"""What GRAFT's pipelines extend, and which of its two parts, edge scores and budget, they have."""
 ABLATIONS = {
     f"treegraft_{name}": name for name in ("value_online", "one_signal", "all_signals")
 }  # of the distilled scheduler
@@ -54,7 +59,8 @@ def test_all_but_plain_share_width_branching_steps_budget_and_costs(resolved):
             if key not in ("dflash", "heads")
         } <= {(10, 10)}
         assert pipeline.config["steps"] == 5
-        assert pipeline.config["budget"] == {"use": "gain_over_cost", "verify_nodes": 63}
+        _, _, has_budget = GRAFTS.get(name, (None, False, False))
+        assert pipeline.config["budget"] == {"use": "saba" if has_budget else "gain_over_cost", "verify_nodes": 63}
         assert pipeline.config["costs"] == {"use": "measured"}
 
 
@@ -147,3 +153,17 @@ def test_one_pass_drafters_draft_once_a_round_at_the_root(resolved):
     assert parts(shared)["scheduler"][1]["pattern"].count("dflash") == 1
     for path, part in parts(resolved["treegraft"]).items():
         assert path == "scheduler" or parts(shared)[path] == part
+
+
+@pytest.mark.parametrize("name", GRAFTS)
+def test_grafts_parts_are_all_that_its_pipelines_change_and_say_what_they_do(resolved, name):
+    extended, has_edges, has_budget = GRAFTS[name]
+    base, found = parts(resolved[extended]), parts(resolved[name])
+    changes = {path: part for path, part in found.items() if base.get(path) != part}
+    edges = {"sources.dflash.edges": ("tdes", {})} if has_edges else {}
+    budget = {"budget": ("saba", {"verify_nodes": 63})} if has_budget else {}
+    assert changes == edges | budget and set(base) <= set(found)
+    notes = resolved[name].notes
+    assert set(notes) == set(changes)
+    for note in notes.values():
+        assert note.startswith("weights ") or "because no weights that ship fit" in note
