@@ -128,6 +128,22 @@ def test_edge_scores_put_the_root_above_the_first_depth_and_each_depth_above_the
     np.testing.assert_allclose(scores[1], log_prob[1] - 0.1 * np.array([[3, 2], [6, 5]]))
 
 
+def test_what_the_drafter_rules_out_stays_ruled_out_and_scorers_see_finite_numbers():
+    seen = []
+
+    class Watching(Bigram):
+        def score(self, parents, children, log_prob):
+            seen.append(log_prob)
+            return super().score(parents, children, log_prob)
+
+    with np.errstate(divide="ignore"):
+        log_prob = np.log([[0.6, 0.4], [1.0, 0.0]])
+    scores = scored_edges(Watching(), 5, np.array([[4, 7], [1, 2]]), log_prob)
+    assert np.isfinite(seen[0]).all()
+    assert np.isneginf(scores).tolist() == [[[False, False]] * 2, [[False, True]] * 2]
+    assert len(best_first(log_prob, 9, scores)) == 4
+
+
 @pytest.mark.parametrize("wrong", [0.5, np.nan, -np.inf])
 def test_edge_scores_that_break_the_rule_are_refused(wrong):
     class Broken(EdgeScorer):

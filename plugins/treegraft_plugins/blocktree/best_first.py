@@ -123,17 +123,23 @@ class _ChildrenByParent:
         return row
 
 
+_LEAST_LOG_PROB = -1e4  # (nats) stands for impossible where scorers are asked, so that scores stay finite
+
+
 def scored_edges(scorer: EdgeScorer, root_token: int, tokens: Ints, log_prob: Floats) -> Floats:
     """Edge scores float64 [L, K, K] of `tokens` [L, K] below each other, `root_token` above the first depth.
+
+    What the drafter rules out (-inf) stays ruled out under every parent.
 
     Raises:
         InvariantError: the scorer broke rule E1.
     """
     parents = np.concatenate([np.full_like(tokens[:1], root_token), tokens[:-1]])
-    edges = scorer.score(parents, tokens, log_prob)
+    impossible = np.isneginf(log_prob)
+    edges = scorer.score(parents, tokens, np.where(impossible, _LEAST_LOG_PROB, log_prob))
     wanted = (*tokens.shape, tokens.shape[1])
     if edges.shape != wanted or not np.isfinite(edges).all() or (edges > 0).any():
         raise InvariantError(
             type(scorer).__name__, "edge scores that break a rule", f"Rule: E1 finite, <= 0, of shape {list(wanted)}."
         )
-    return edges
+    return np.where(impossible[:, None], -np.inf, edges) if impossible.any() else edges
