@@ -44,7 +44,7 @@ from treegraft.interfaces import TargetModel
     help="Every prompt is continued at each.",
 )  # fmt: skip
 @click.option(
-    "--betas", type=Listed(float, "a list of numbers"), default="0.1,0.2,0.4,0.7,1", show_default=True,
+    "--betas", type=Listed(float, "a list of numbers"), default="0.2,0.4,0.7,1,1.4", show_default=True,
     metavar="B[,B...]", help="To choose from, and to report.",
 )  # fmt: skip
 @click.option("--rank", type=click.IntRange(min=1), default=64, show_default=True, help="Of the towers.")
