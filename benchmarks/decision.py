@@ -58,7 +58,7 @@ def main() -> int:
 def random_weights(path: Path) -> Path:
     """Weights for the demo pair that know nothing."""
     signals = tuple(CANDIDATES)[:6]
-    num_inputs = 4 + 2 + STEPS + len(signals)
+    num_inputs = 5 + 2 + STEPS + len(signals)
     rng = np.random.default_rng(0)
     shapes = {"w1": (num_inputs, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, HIDDEN), "b2": (HIDDEN,), "w3": (HIDDEN,)}
     layers = {name: rng.normal(0.0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}

@@ -160,8 +160,9 @@ def test_excluded_categories_and_other_collections_are_reported_on_only(collecte
     result = run("scheduler", tmp_path / "three", "--out", out, *options)
     assert result.exit_code == 0, result.output
     fitted_to, held_out = result.stdout.split("## Modelled throughput on what was held out")
-    assert "middle x other |" not in fitted_to and "middle x other | flat, ratio 2 |" in held_out
-    assert "middle x library |" in fitted_to and held_out.count("middle x library | flat, ratio 2 |") == 1
+    assert "middle x other" not in fitted_to and "middle x other, temperature 0 | flat, ratio 2 |" in held_out
+    assert "middle x library, temperature 0 |" in fitted_to
+    assert held_out.count("middle x library, temperature 0.8 | flat, ratio 2 |") == 1
 
 
 def test_signals_are_selected_where_none_are_named(collected, tmp_path):

@@ -135,29 +135,28 @@ def predictors(world):
 def test_the_search_over_suffixes_equals_brute_force(world):
     some, fold, worlds, system = world
     state = fit.state_inputs(worlds[0], system.names)
-    found = system.quality(state, fold)
+    found = system.quality(state, worlds[0].rate, fold)
     for row, (number, history) in itertools.product((0, 17), enumerate(trajectories.histories(some.steps))):
         for action in (0, 1):
             rest = some.steps - len(history) - 1
-            rates = []
+            surpluses = []
             for suffix in itertools.product((0.0, 1.0), repeat=rest):
                 flags = [*[0.0] * (len(history) + 1), *suffix, sum(suffix) / some.steps]
                 x = system.normaliser(np.concatenate([state[row, number], flags]))[None]
                 accepted, log_ms = (system.call if action else system.skip).predict(x).reshape(2, -1)[:, fold[row]]
                 scale = system.scale
-                rates.append(
-                    np.log1p(max(accepted * scale[0, 1] + scale[0, 0], 0.0)) - (log_ms * scale[1, 1] + scale[1, 0])
-                )
-            assert found[row, number, action] == pytest.approx(max(rates), abs=1e-4)
+                tokens, ms = accepted * scale[0, 1] + scale[0, 0], np.exp(log_ms * scale[1, 1] + scale[1, 0])
+                surpluses.append(max(tokens, 0.0) + 1.0 - worlds[0].rate[row] * ms)
+            assert found[row, number, action] == pytest.approx(max(surpluses), abs=1e-3)
 
 
 def test_searched_online_it_gives_the_folds_average(world):
     some, _, worlds, system = world
     state = fit.state_inputs(worlds[0], system.names)
-    quality = system.quality(state)
+    quality = system.quality(state, worlds[0].rate)
     for number, history in enumerate(trajectories.histories(some.steps)):
-        margin = system.margin(state[3, number], history)
-        assert margin == pytest.approx(quality[3, number, 1] - quality[3, number, 0], abs=1e-4)
+        margin = system.margin(state[3, number], history, worlds[0].rate[3])
+        assert margin == pytest.approx(quality[3, number, 1] - quality[3, number, 0], abs=1e-3)
 
 
 def test_a_network_never_sees_its_own_fold():
@@ -166,12 +165,14 @@ def test_a_network_never_sees_its_own_fold():
     fold = trajectories.folds(some.report, 3)
     ranks = some.ranks.copy()
     ranks[fold == 2] = np.arange(1, ranks.shape[-1] + 1)  # there everything is accepted
-    worlds = [fit.world(attrs.evolve(some, ranks=ranks), SETUP, fit.flat_costs(SETUP, 4.0), False)]
+    place = fit.world(attrs.evolve(some, ranks=ranks), SETUP, fit.flat_costs(SETUP, 4.0), False)
+    worlds = [attrs.evolve(place, rate=np.full(len(some), 0.02))]  # what time is worth would tell
     system = fit.fit_value_system(worlds, [SPEAKING], fold, num_steps=NUM_STEPS)
     state = fit.state_inputs(worlds[0], system.names)
-    rate = np.exp(system.quality(state, fold))[..., 0].mean(1)
-    assert rate[fold == 2].mean() == pytest.approx(rate[fold != 2].mean(), rel=2.0)
-    assert rate[fold == 2].mean() < 0.5 * np.exp(system.quality(state, np.full(len(some), 0)))[fold == 2, :, 0].mean()
+    free = np.zeros(len(some))  # where time is worth nothing, a surplus is all that is emitted
+    others = np.zeros(len(some), np.int64)
+    emitted, known = (system.quality(state, free, each)[fold == 2, :, 0].mean() for each in (fold, others))
+    assert emitted < 4.0 and known > 12.0
 
 
 # -- known answers ----------------------------------------------------------------------------------------------------
@@ -210,6 +211,20 @@ def test_emitted_with_the_bonus_is_what_is_maximised():
     assert result.rate(result.oracle()) >= result.fixed_rates()[0]
 
 
+@pytest.mark.parametrize(("reports", "gain"), [(("mixed", "mixed"), -1.25), (("poor", "rich"), 1 / 3)])
+def test_a_round_is_worth_the_time_that_its_text_would_not_use_better(reports, gain):
+    """A call turns 1 token in 100 ms into 2 in 150 ms: right in text that has no more, wrong where others make 8."""
+    some, is_poor = rounds(40, steps=1), np.arange(40) < 20
+    ranks = np.zeros_like(some.ranks)
+    ranks[is_poor, 1, 0] = 1
+    ranks[~is_poor, :, :7] = np.arange(1, 8)
+    some = attrs.evolve(some, ranks=ranks, report=np.where(is_poor, *reports))
+    costs = FixedCosts(target=100.0, sources={"small": 0.0, "middle": 50.0})
+    place = fit.world(some, SETUP, costs, adaptive=False)
+    assert report.hindsight(place)[is_poor, 0] == pytest.approx(gain)
+    assert (report.hindsight(place)[~is_poor, 0] < 0).all()
+
+
 @pytest.mark.parametrize("learned", ["never", "always", "01", ""])
 def test_a_line_says_where_a_scheduler_only_learned_always_or_never(learned):
     some = rounds(60)
@@ -231,7 +246,10 @@ def test_the_report_says_so_at_its_beginning(world, predictors, tmp_path, learne
     text = report.write_report(fitted, tmp_path).read_text()
     assert ("It has learned nothing but" in text) == bool(learned)
     assert text.startswith(f"# A fitted scheduler\n\n**It has learned nothing but {learned}**: ") == bool(learned)
-    assert "| t + m | flat, ratio 2 | 60 |" in text and "| pair x 2 | as measured | 20 |" in text
+    assert (
+        "| t + m, temperature 0 | flat, ratio 2 | 60 |" in text
+        and "| pair x 2, temperature 0 | as measured | 20 |" in text
+    )
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------
@@ -268,7 +286,7 @@ def test_weights_round_trip(world, predictors, tmp_path, keep_value):
     assert np.array_equal(again.predictor(state), predictor(state))
     assert (again.value is not None) == keep_value
     if again.value is not None:
-        assert np.allclose(again.value.quality(state), system.quality(state))
+        assert np.allclose(again.value.quality(state, worlds[0].rate), system.quality(state, worlds[0].rate))
 
 
 def test_what_is_no_file_of_weights_is_refused(tmp_path: Path):

@@ -2,10 +2,11 @@
 
 Four heads, {skip, call} x {accepted tokens, log latency}, are fitted to the state, the action's branch and the rest of
 the schedule. Out of fold, so that a maximum over noisy predictions is not biased upwards, they give for every state the
-best throughput that either action can still come to; the logarithm of their ratio is the margin, which a predictor
-learns from the state alone.
+best surplus that either action can still come to: tokens, less what the time could have brought otherwise. The
+difference is the margin, which a predictor learns from the state alone.
 
-Source: TreeGraft, section 4 and appendix B.
+Source: TreeGraft, section 4 and appendix B; there the margin is the ratio of each round's own throughputs, by which a
+round that can bring little is worth any time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,8 @@ from treegraft_plugins.schedulers.distilled.trajectories import Outcome, Rounds
 
 RATIOS = (1.0, 40.0)
 """Smallest and largest t_target / t_middle that is fitted for."""
-MAX_MARGIN = 0.5
+MAX_MARGIN = 1.0  # tokens
+MAX_JITTER = 0.5  # of the logarithm of a rate
 MAX_SELECTION_ROWS, MAX_JUDGED_ROWS = 150_000, 20_000
 Done = Callable[[int], None]
 """Called with how much is done."""
@@ -48,10 +50,17 @@ class Setup:
 
 @attrs.frozen(eq=False)
 class World:
-    """Rounds under one cost table."""
+    """Rounds under one cost table.
+
+    Attributes:
+        rounds: N of them.
+        result: what their schedules come to.
+        rate: float [N], emitted tokens per ms that time is worth in the text of each round.
+    """
 
     rounds: Rounds
     result: Outcome
+    rate: Floats
 
 
 def sampled_costs(measured: FixedCosts | None, setup: Setup, num: int, seed: int = 0) -> list[tuple[CostModel, bool]]:
@@ -102,7 +111,24 @@ def world(rounds: Rounds, setup: Setup, costs: CostModel, adaptive: bool) -> Wor
         rounds, costs, small=setup.small, middle=setup.middle, width=setup.width, max_nodes=setup.max_nodes,
         adaptive=adaptive,
     )  # fmt: skip
-    return World(rounds, result)
+    return World(rounds, result, _rates(rounds, result))
+
+
+def _rates(rounds: Rounds, result: Outcome) -> Floats:
+    """float [N]: what the best fixed schedule emits per ms in rounds of the same report and temperature."""
+    rate = np.empty(len(rounds))
+    for report in np.unique(rounds.report):
+        for temperature in np.unique(rounds.temperature):
+            own = (rounds.report == report) & (rounds.temperature == temperature)
+            if own.any():
+                rate[own] = result.take(own).fixed_rates().max()
+    return rate
+
+
+def jittered(place: World, seed: int) -> World:
+    """The same rounds where time is worth something else: a request's rate is not known beforehand, and varies."""
+    factor = np.exp(np.random.default_rng(seed).uniform(-MAX_JITTER, MAX_JITTER, len(place.rate)))
+    return attrs.evolve(place, rate=place.rate * factor)
 
 
 def joined(places: Sequence[World]) -> World:
@@ -112,14 +138,15 @@ def joined(places: Sequence[World]) -> World:
         field.name: np.concatenate([getattr(result, field.name) for result in results])
         for field in attrs.fields(Outcome)
     }
-    return World(Rounds.joined([place.rounds for place in places]), Outcome(**columns))
+    rate = np.concatenate([place.rate for place in places])
+    return World(Rounds.joined([place.rounds for place in places]), Outcome(**columns), rate)
 
 
 def state_inputs(place: World, names: Sequence[str]) -> Floats:
-    """float [N, 2^D - 1, 4 + 2 + D + S]: the state before every decision, with the signals of `names`."""
+    """float [N, 2^D - 1, 5 + 2 + D + S]: the state before every decision, with the signals of `names`."""
     rounds, result = place.rounds, place.result
     chosen = [list(CANDIDATES).index(name) for name in names]
-    columns = [rounds.num_prompt_tokens, result.target_ms, result.middle_ms]
+    columns = [rounds.num_prompt_tokens, result.target_ms, result.middle_ms, place.rate]
     around = np.array([runtime(*row) for row in zip(*columns, strict=True)])
     inside = np.array([progress(history, rounds.steps) for history in trajectories.histories(rounds.steps)])
     shape = (len(rounds), len(inside))
@@ -169,33 +196,37 @@ class ValueSystem:
     skip: Networks
     call: Networks
 
-    def quality(self, state: Floats, fold: Ints | None = None) -> Floats:
-        """float [N, 2^D - 1, 2]: for every state the best log throughput still in reach, by action (skip, call).
+    def quality(self, state: Floats, rate: Floats, fold: Ints | None = None) -> Floats:
+        """float [N, 2^D - 1, 2]: for every state the best surplus still in reach, by action (skip, call).
+
+        A surplus (tokens) is what the round emits, less what its time could have brought otherwise: the throughput of
+        the whole run is greatest where rounds maximise that, and not each its own throughput.
 
         Args:
             state: inputs [N, 2^D - 1, I].
+            rate: float [N], emitted tokens per ms that time is worth.
             fold: int [N], the fold of each round, whose networks have not seen it; None takes the folds' average.
         """
         best = np.full((*state.shape[:2], 2), -np.inf)
         for action, heads in enumerate((self.skip, self.call)):
             branch = _Branch.of(self.steps, bool(action))
             x = self.normaliser(_with_suffix(state, branch))
-            log_rate = self._log_rate(heads.predict(x.reshape(-1, x.shape[-1])), x.shape[:2], fold)
+            surplus = self._surplus(heads.predict(x.reshape(-1, x.shape[-1])), x.shape[:2], rate, fold)
             for row, at in enumerate(branch.state):
-                best[:, at, action] = np.maximum(best[:, at, action], log_rate[:, row])
+                best[:, at, action] = np.maximum(best[:, at, action], surplus[:, row])
         return best
 
-    def margin(self, state: Floats, history: Sequence[bool]) -> float:
+    def margin(self, state: Floats, history: Sequence[bool], rate: float) -> float:
         """The margin of one state [I], searched anew: the failed ablation of using the value system online."""
         step, best = len(history), []
         for heads in (self.skip, self.call):
             rest = trajectories.schedules(self.steps - step - 1)
             suffixes = np.array([suffix_flags(suffix, self.steps) for suffix in rest.tolist()])
             x = self.normaliser(np.concatenate([np.broadcast_to(state, (len(rest), len(state))), suffixes], axis=1))
-            best.append(float(self._log_rate(heads.predict(x), (1, len(rest)), None).max()))
+            best.append(float(self._surplus(heads.predict(x), (1, len(rest)), np.array([rate]), None).max()))
         return best[1] - best[0]
 
-    def _log_rate(self, out: NDArray[np.float32], shape: tuple[int, ...], fold: Ints | None) -> Floats:
+    def _surplus(self, out: NDArray[np.float32], shape: tuple[int, ...], rate: Floats, fold: Ints | None) -> Floats:
         out = out.reshape(2, -1, *shape)  # target, fold, round, decision
         if fold is None:
             accepted, log_ms = out.mean(1)
@@ -203,7 +234,8 @@ class ValueSystem:
             accepted, log_ms = out[:, fold, np.arange(shape[0])]
         accepted = accepted * self.scale[0, 1] + self.scale[0, 0]
         log_ms = log_ms * self.scale[1, 1] + self.scale[1, 0]
-        return np.log1p(np.maximum(accepted, 0.0)) - log_ms
+        surplus: Floats = np.maximum(accepted, 0.0) + 1.0 - rate[:, None] * np.exp(log_ms)
+        return surplus
 
 
 def _with_suffix(state: Floats, branch: _Branch) -> Floats:
@@ -369,10 +401,10 @@ def select_signals(
 
 
 def margins(system: ValueSystem, worlds: Sequence[World], fold: Ints) -> Floats:
-    """float [worlds, N, 2^D - 1]: log(best throughput if called / if skipped), out of fold and clipped."""
+    """float [worlds, N, 2^D - 1]: the best surplus (tokens) if called, less that if skipped; out of fold, clipped."""
     found = []
     for place in worlds:
-        quality = system.quality(state_inputs(place, system.names), fold)
+        quality = system.quality(state_inputs(place, system.names), place.rate, fold)
         found.append(np.clip(quality[..., 1] - quality[..., 0], -MAX_MARGIN, MAX_MARGIN))
     return np.stack(found)
 

@@ -21,6 +21,7 @@ from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 from treegraft_plugins.schedulers.distilled.trajectories import Rounds
 from treegraft_plugins.schedulers.distilled.weights import (
     ALL_SIGNALS,
+    FORMAT,
     ONE_SIGNAL,
     VALUE_ONLINE,
     Header,
@@ -235,7 +236,10 @@ def _worlds(manifests: Sequence[Manifest], parts: Sequence[Rounds], options: Opt
         ]
         for manifest, part in zip(manifests, parts, strict=True)
     ]
-    return [fit.joined(list(places)) for places in zip(*by_pair, strict=True)]
+    return [
+        fit.jittered(fit.joined(list(places)), options.seed + number)
+        for number, places in enumerate(zip(*by_pair, strict=True))
+    ]
 
 
 @attrs.define
@@ -310,7 +314,7 @@ class _Steps:
     def _key(self, what: Any) -> str:
         rounds, options = self.material.rounds, attrs.asdict(self.options)
         said = [attrs.asdict(manifest) for manifest in self.material.manifests]
-        content = json.dumps([what, said, len(rounds), float(rounds.signals.sum()), options], sort_keys=True)
+        content = json.dumps([what, FORMAT, said, len(rounds), float(rounds.signals.sum()), options], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 

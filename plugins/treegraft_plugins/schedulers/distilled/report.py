@@ -6,7 +6,6 @@ from pathlib import Path
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from treegraft.statistics import CostModel
 from treegraft.tree import Bools, Floats, Ints
@@ -61,7 +60,7 @@ def lines(
     tables: Sequence[Table],
     follow: Callable[[World], Ints],
     total: str = "all",
-    by: NDArray[np.str_] | None = None,
+    suffix: str = "",
 ) -> list[Line]:
     """How a scheduler does on labelled rounds, report by report and over all.
 
@@ -71,14 +70,16 @@ def lines(
         tables: cost tables to do it under.
         follow: of these rounds under a table -> int [N], the schedules it takes.
         total: what all reports together are called.
-        by: str [N] to group by; the rounds' reports by default.
+        suffix: put behind the name of a report.
     """
     found = []
-    groups = rounds.report if by is None else by
     for name, costs, adaptive in tables:
         place = fit.world(rounds, setup, costs, adaptive)
         taken = follow(place)
-        found += [_line(report, name, place, taken, groups == report) for report in sorted(set(groups.tolist()))]
+        found += [
+            _line(f"{report}{suffix}", name, place, taken, rounds.report == report)
+            for report in sorted(set(rounds.report.tolist()))
+        ]
         found.append(_line(total, name, place, taken, np.ones(len(rounds), np.bool_)))
     return found
 
@@ -157,19 +158,31 @@ def lines_of(fitted: Fitted, follow: Follow) -> list[Line]:
     """The lines of every collection that was fitted to, under its own tables."""
     material, found = fitted.material, []
     for number, (manifest, part) in enumerate(zip(material.manifests, material.parts, strict=True)):
-        fold = material.fold[material.owner == number]
-        own = partial(follow, fold=fold)
-        found += lines(part, manifest.setup, tables_for(manifest), own, total=manifest.pair)
+        found += _by_temperature(manifest, part, material.fold[material.owner == number], follow)
+    return found
+
+
+def _by_temperature(manifest: Manifest, rounds: Rounds, fold: Ints, follow: Follow) -> list[Line]:
+    """Lines of one collection: texts of different temperatures are no one's throughput together."""
+    found = []
+    for temperature in np.unique(rounds.temperature):
+        own, suffix = rounds.temperature == temperature, f", temperature {temperature:g}"
+        found += lines(
+            rounds.take(own), manifest.setup, tables_for(manifest), partial(follow, fold=fold[own]),
+            total=f"{manifest.pair}{suffix}", suffix=suffix,
+        )  # fmt: skip
     return found
 
 
 def _held_out(fitted: Fitted) -> list[str]:
     """What the predictor that is shipped comes to on what nothing was fitted to."""
-    held_out, follow = fitted.material.held_out, whole(fitted.predictors[-1])
+    follow = whole(fitted.predictors[-1])
     found = [
         line
-        for manifest, rounds in held_out
-        for line in lines(rounds, manifest.setup, tables_for(manifest), follow, total=manifest.pair)
+        for manifest, rounds in fitted.material.held_out
+        for line in _by_temperature(
+            manifest, rounds, np.zeros(len(rounds), np.int64), lambda place, fold: follow(place)
+        )
     ]
     return ["## Modelled throughput on what was held out", "", *table(found), ""] if found else []
 
@@ -192,8 +205,8 @@ def write_report(fitted: Fitted, folder: Path, ablations: Mapping[str, Fitted] |
     folder.mkdir(parents=True, exist_ok=True)
     text = ["# A fitted scheduler", ""]
     found = lines_of(fitted, followed(fitted))
-    pairs = {manifest.pair for manifest in fitted.material.manifests}
-    totals = [line for line in found if line.report in pairs]
+    pairs = tuple(f"{manifest.pair}, temperature" for manifest in fitted.material.manifests)
+    totals = [line for line in found if line.report.startswith(pairs)]
     learned = _learned_by_table(fitted)
     if "" not in learned:
         text += [f"**It has learned nothing but {' and '.join(sorted(learned))}**: nothing depends on the tree.", ""]
@@ -268,8 +281,8 @@ def _selection(fitted: Fitted) -> list[str]:
 def reliability(fitted: Fitted, num_bins: int = 8) -> list[tuple[float, float, int]]:
     """(mean margin, share of decisions in which calling was right in hindsight, how many) by bins of the margin.
 
-    In hindsight calling is right where the best schedule that calls next makes more tokens per ms than the best one
-    that skips. Decisions of single rounds are noisy: what counts is that the share rises with the margin.
+    In hindsight calling is right where the best schedule that calls next has the greater surplus than the best one that
+    skips. Decisions of single rounds are noisy: what counts is that the share rises with the margin.
     """
     points: list[tuple[float, bool]] = []
     material = fitted.material
@@ -289,12 +302,12 @@ def reliability(fitted: Fitted, num_bins: int = 8) -> list[tuple[float, float, i
 
 
 def hindsight(place: World) -> Floats:
-    """float [N, 2^D - 1]: log(best throughput if the next decision is to call / to skip), as it came out."""
+    """float [N, 2^D - 1]: surplus (tokens) if the next decision is to call, less that if to skip, as it came out."""
     steps = place.rounds.steps
-    log_rate = np.log(place.result.emitted / place.result.ms)
+    surplus = place.result.emitted - place.rate[:, None] * place.result.ms
     best = np.full((len(place.rounds), trajectories.num_states(steps), 2), -np.inf)
     for state, called, _, schedule in trajectories.decisions(steps):
-        best[:, state, int(called)] = np.maximum(best[:, state, int(called)], log_rate[:, schedule])
+        best[:, state, int(called)] = np.maximum(best[:, state, int(called)], surplus[:, schedule])
     return best[..., 1] - best[..., 0]
 
 
@@ -321,7 +334,7 @@ def _plots(fitted: Fitted, totals: Sequence[Line], folder: Path) -> None:
     points = reliability(fitted)
     axis.plot([margin for margin, _, _ in points], [share for _, share, _ in points], marker="o")
     axis.axvline(0, color="grey", linewidth=0.8)
-    axis.set_xlabel("predicted margin (log throughput, call over skip)")
+    axis.set_xlabel("predicted margin (tokens, call over skip)")
     axis.set_ylabel("share in which calling was right")
     axis.set_title("Reliability of the margin's sign, out of fold")
     figure.savefig(folder / "reliability.png", dpi=150)

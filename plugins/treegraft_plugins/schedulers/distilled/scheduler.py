@@ -97,21 +97,22 @@ class DistilledScheduler(Scheduler):
         history = [step.source == self._middle for step in state.steps]
         if self.max_calls and sum(history) >= int(ratio):
             return self._small
+        rate = state.statistics.rate(state.position)
         inputs = np.array(
             [
-                *runtime(state.num_prompt_tokens, target_ms, middle_ms),
+                *runtime(state.num_prompt_tokens, target_ms, middle_ms, rate),
                 *progress(history, header.steps),
                 *tree_signals(state, middle, header.signals),
             ]
         )
-        return self._middle if self._margin(inputs, history) > 0 else self._small
+        return self._middle if self._margin(inputs, history, rate) > 0 else self._small
 
-    def _margin(self, inputs: np.ndarray, history: Sequence[bool]) -> float:
+    def _margin(self, inputs: np.ndarray, history: Sequence[bool], rate: float) -> float:
         assert self._fitted is not None
         if self.mode == "predictor":
             return float(self._fitted.predictor(inputs))
         assert self._fitted.value is not None
-        return self._fitted.value.margin(inputs, history)
+        return self._fitted.value.margin(inputs, history, rate)
 
     def _warn(self, ratio: float, header: Header) -> None:
         if not self._is_warned:

@@ -13,7 +13,7 @@ import numpy as np
 from treegraft.interfaces import RoundState, Source, StepRecord
 from treegraft.tree import Bools, Floats, Ints
 
-NUM_RUNTIME = 4
+NUM_RUNTIME = 5
 LEAST_SCORE = -30.0  # a path score (nats) below which nothing is ever verified
 
 
@@ -198,19 +198,21 @@ def tree_signals(state: RoundState, middle: Source, names: Sequence[str]) -> lis
     return [CANDIDATES[name](signals) for name in names]
 
 
-def runtime(num_prompt_tokens: float, target_ms: float, middle_ms: float) -> list[float]:
-    """The runtime context (4 numbers): prompt length and what the models cost, on logarithmic scales.
+def runtime(num_prompt_tokens: float, target_ms: float, middle_ms: float, rate: float) -> list[float]:
+    """The runtime context (5 numbers): prompt length, what the models cost and what time is worth, as logarithms.
 
     Args:
         num_prompt_tokens: of the request.
         target_ms: latency of a target forward of B + 1 rows (ms).
         middle_ms: latency of a middle step of `width` rows (ms).
+        rate: emitted tokens per ms that time could bring otherwise.
 
-    Source: TreeGraft, appendix B. The latencies enter as logarithms, so that machines of different speed differ by
-    a shift.
+    Source: TreeGraft, appendix B; the last is treegraft's own. Latencies enter as logarithms, so that machines of
+    different speed differ by a shift.
     """
     target, middle = math.log(max(target_ms, 1e-3)), math.log(max(middle_ms, 1e-3))
-    return [math.log1p(num_prompt_tokens), target, middle, target - middle]
+    worth = math.log(max(rate * target_ms, 1e-3))
+    return [math.log1p(num_prompt_tokens), target, middle, target - middle, worth]
 
 
 def progress(history: Sequence[bool], steps: int) -> list[float]:
