@@ -218,8 +218,7 @@ def _measure_target(target: TargetModel) -> LatencyCurve:
             scores.logits(0).cpu()  # waits for an accelerator
             samples.setdefault(len(tree), []).append((time.perf_counter() - begin) * 1e3)
             limit_ms = MAX_SHARE * EXPECTED_TOKENS * min(samples[1])
-    rows = sorted(samples)
-    return LatencyCurve(rows, np.maximum.accumulate([float(np.median(samples[size])) for size in rows]))
+    return _curve_of({size: float(np.median(taken)) for size, taken in samples.items()})
 
 
 def _measure_source(target: TargetModel, source: Source, target_ms: float) -> LatencyCurve:
@@ -249,5 +248,10 @@ def _measure_source(target: TargetModel, source: Source, target_ms: float) -> La
     source.drafter.stop()
     if not samples:
         return LatencyCurve([1], [target_ms])
-    rows = sorted(samples)
-    return LatencyCurve(rows, np.maximum.accumulate([min(samples[size]) for size in rows]))
+    return _curve_of({size: min(taken) for size, taken in samples.items()})
+
+
+def _curve_of(ms: Mapping[int, float]) -> LatencyCurve:
+    """Through latencies (ms) by rows; a size that took longer than a larger one was interrupted by the machine."""
+    rows = sorted(ms)
+    return LatencyCurve(rows, np.minimum.accumulate([ms[size] for size in reversed(rows)])[::-1])

@@ -91,3 +91,22 @@ def test_an_unwritable_cache_costs_nothing_but_the_measurement(tmp_path, monkeyp
     costs.bind(target, [])
     costs.save()
     assert np.isfinite(costs.target_ms([1, 64], 0)).all()
+
+
+@pytest.mark.parametrize("stalled", [1, 4, 16])
+def test_a_size_during_which_the_machine_stalled_says_nothing_of_larger_ones(monkeypatch, stalled):
+    """A stall only ever adds: what a larger size took is a bound on a smaller one, and never the other way round."""
+    clock = [0.0]
+    monkeypatch.setattr("treegraft_plugins.costs.time.perf_counter", lambda: clock[0])
+
+    class StallingTarget(MarkovTarget):
+        def score(self, trees):
+            rows = len(trees[0])
+            clock[0] += 1.0 + rows / 64 + (30.0 if rows == stalled else 0.0)  # so slow that each size has one chance
+            return super().score(trees)
+
+    costs = MeasuredCosts(cache=False)
+    costs.bind(StallingTarget(markov_table(8, seed=1)), [])
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    assert costs.target_ms(64, 0) == pytest.approx(2000.0)
+    assert all(costs.target_ms(size, 0) <= 2000.0 for size in sizes)
