@@ -135,27 +135,30 @@ def predictors(world):
 def test_the_search_over_suffixes_equals_brute_force(world):
     some, fold, worlds, system = world
     state = fit.state_inputs(worlds[0], system.names)
-    found = system.quality(state, worlds[0].rate, fold)
+    found = system.quality(state, fold)
+    result, rate = worlds[0].result, worlds[0].rate
     for row, (number, history) in itertools.product((0, 17), enumerate(trajectories.histories(some.steps))):
         for action in (0, 1):
             rest = some.steps - len(history) - 1
             surpluses = []
             for suffix in itertools.product((0.0, 1.0), repeat=rest):
-                flags = [*[0.0] * (len(history) + 1), *suffix, sum(suffix) / some.steps]
+                num_calls = action + sum(suffix)
+                calls_take = num_calls * result.middle_ms[row] / result.target_ms[row]
+                flags = [*[0.0] * (len(history) + 1), *suffix, sum(suffix) / some.steps, num_calls, calls_take]
                 x = system.normaliser(np.concatenate([state[row, number], flags]))[None]
-                accepted, log_ms = (system.call if action else system.skip).predict(x).reshape(2, -1)[:, fold[row]]
-                scale = system.scale
-                tokens, ms = accepted * scale[0, 1] + scale[0, 0], np.exp(log_ms * scale[1, 1] + scale[1, 0])
-                surpluses.append(max(tokens, 0.0) + 1.0 - worlds[0].rate[row] * ms)
+                heads = system.call if action else system.skip
+                accepted, latency = heads.predict(x).reshape(2, -1)[:, fold[row]] * system.scale
+                ms = (calls_take + latency) * result.target_ms[row]
+                surpluses.append(accepted - rate[row] * ms if num_calls else 0.0)
             assert found[row, number, action] == pytest.approx(max(surpluses), abs=1e-3)
 
 
 def test_searched_online_it_gives_the_folds_average(world):
     some, _, worlds, system = world
     state = fit.state_inputs(worlds[0], system.names)
-    quality = system.quality(state, worlds[0].rate)
+    quality = system.quality(state)
     for number, history in enumerate(trajectories.histories(some.steps)):
-        margin = system.margin(state[3, number], history, worlds[0].rate[3])
+        margin = system.margin(state[3, number], history)
         assert margin == pytest.approx(quality[3, number, 1] - quality[3, number, 0], abs=1e-3)
 
 
@@ -164,15 +167,13 @@ def test_a_network_never_sees_its_own_fold():
     some = rounds(60, steps=1, gain=0)
     fold = trajectories.folds(some.report, 3)
     ranks = some.ranks.copy()
-    ranks[fold == 2] = np.arange(1, ranks.shape[-1] + 1)  # there everything is accepted
+    ranks[fold == 2, 1] = np.arange(1, ranks.shape[-1] + 1)  # there everything is accepted if the middle is called
     place = fit.world(attrs.evolve(some, ranks=ranks), SETUP, fit.flat_costs(SETUP, 4.0), False)
     worlds = [attrs.evolve(place, rate=np.full(len(some), 0.02))]  # what time is worth would tell
     system = fit.fit_value_system(worlds, [SPEAKING], fold, num_steps=NUM_STEPS)
-    state = fit.state_inputs(worlds[0], system.names)
-    free = np.zeros(len(some))  # where time is worth nothing, a surplus is all that is emitted
-    others = np.zeros(len(some), np.int64)
-    emitted, known = (system.quality(state, free, each)[fold == 2, :, 0].mean() for each in (fold, others))
-    assert emitted < 4.0 and known > 12.0
+    state, others = fit.state_inputs(worlds[0], system.names), np.zeros(len(some), np.int64)
+    unknown, known = (system.quality(state, each)[fold == 2, :, 1].mean() for each in (fold, others))
+    assert unknown < 4.0 and known > 6.0
 
 
 # -- known answers ----------------------------------------------------------------------------------------------------
@@ -181,11 +182,40 @@ def test_a_network_never_sees_its_own_fold():
 def test_the_known_best_policy_is_recovered_from_the_one_signal_that_speaks(world, predictors):
     some, fold, _, _ = world
     place = fit.world(some, SETUP, fit.flat_costs(SETUP, 3.0), adaptive=False)
-    taken = fit.follow(place, fit.out_of_fold(predictors, place, fold))
+    taken = fit.follow(place, lambda place: fit.out_of_fold(predictors, place, fold))
     helps = some.signals[:, 0, SPEAKS] > 0
     right = (taken >= 2 ** (some.steps - 1)) == helps  # the first decision is to call
     assert right.mean() > 0.9
     assert place.result.rate(taken) > 1.05 * place.result.fixed_rates().max()
+
+
+def test_time_earns_what_the_schedules_taken_earn_and_no_less_than_plain_decoding():
+    some = rounds(60)
+    place = fit.world(some, SETUP, FixedCosts(target={1: 1.0, 64: 60.0}, sources={"middle": 20.0}), adaptive=False)
+    assert (place.rate == 1.0).all()  # a token a ms
+    place = fit.world(some, SETUP, fit.flat_costs(SETUP, 3.0), adaptive=False)
+    best = {
+        report: place.result.take(some.report == report).fixed_rates().max() for report in set(some.report.tolist())
+    }
+    assert place.rate.tolist() == pytest.approx([best[name] for name in some.report.tolist()])
+    seen = []
+
+    def margins(place):
+        seen.append(place.rate)
+        return np.ones((len(some), 3))
+
+    taken = fit.follow(place, margins)
+    assert (taken == 3).all() and len(seen) > 1
+    for name in best:
+        own = some.report == name
+        assert seen[-1][own] == pytest.approx(max(0.01, place.result.take(own).rate(taken[own])))
+
+
+def test_every_report_weighs_alike_in_a_fit():
+    some = rounds(60).take(np.array([*range(0, 60, 3), 1, 4, 2]))  # 20, 2 and 1 rounds of three reports
+    shares = fit._shares(some)
+    totals = [shares[some.report == name].sum() for name in np.unique(some.report)]
+    assert totals == pytest.approx([len(some) / 3] * 3)
 
 
 def test_selection_finds_the_one_signal_that_speaks():
@@ -286,7 +316,7 @@ def test_weights_round_trip(world, predictors, tmp_path, keep_value):
     assert np.array_equal(again.predictor(state), predictor(state))
     assert (again.value is not None) == keep_value
     if again.value is not None:
-        assert np.allclose(again.value.quality(state, worlds[0].rate), system.quality(state, worlds[0].rate))
+        assert np.allclose(again.value.quality(state), system.quality(state))
 
 
 def test_what_is_no_file_of_weights_is_refused(tmp_path: Path):

@@ -18,7 +18,7 @@ from treegraft_plugins.schedulers.distilled.weights import Header, Weights
 from treegraft_plugins.selectors import UnvisitedSelector
 
 SIGNALS = ("frontier_depth", "selected_score")
-NUM_INPUTS = 5 + 2 + 5 + len(SIGNALS)
+NUM_INPUTS = 3 + 2 + 5 + len(SIGNALS)
 
 
 def setting(**changes) -> Setting:

@@ -1,7 +1,7 @@
 """The offline path: replayed rounds -> value system -> margins -> predictor.
 
-Four heads, {skip, call} x {accepted tokens, log latency}, are fitted to the state, the action's branch and the rest of
-the schedule. Out of fold, so that a maximum over noisy predictions is not biased upwards, they give for every state the
+Four heads, {skip, call} x {accepted tokens, latency}, are fitted to the state, the action's branch and the rest of the
+schedule. Out of fold, so that a maximum over noisy predictions is not biased upwards, they give for every state the
 best surplus that either action can still come to: tokens, less what the time could have brought otherwise. The
 difference is the margin, which a predictor learns from the state alone.
 
@@ -16,17 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treegraft.statistics import CostModel
-from treegraft.tree import Floats, Ints
+from treegraft.tree import Bools, Floats, Ints
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import trajectories
 from treegraft_plugins.schedulers.distilled.networks import Networks, Normaliser, train
-from treegraft_plugins.schedulers.distilled.signals import CANDIDATES, NUM_RUNTIME, progress, runtime, suffix_flags
+from treegraft_plugins.schedulers.distilled.signals import (
+    CANDIDATES,
+    NUM_RUNTIME,
+    RATIO,
+    SPEED,
+    progress,
+    runtime,
+    suffix_flags,
+)
 from treegraft_plugins.schedulers.distilled.trajectories import Outcome, Rounds
 
 RATIOS = (1.0, 40.0)
 """Smallest and largest t_target / t_middle that is fitted for."""
 MAX_MARGIN = 1.0  # tokens
 MAX_JITTER = 0.5  # of the logarithm of a rate
+SETTLED = 3  # passes until a scheduler and the rate that it reaches agree
 MAX_SELECTION_ROWS, MAX_JUDGED_ROWS = 150_000, 20_000
 Done = Callable[[int], None]
 """Called with how much is done."""
@@ -106,23 +115,28 @@ def flat_costs(setup: Setup, ratio: float, small_share: float = 1e-3) -> FixedCo
 
 
 def world(rounds: Rounds, setup: Setup, costs: CostModel, adaptive: bool) -> World:
-    """Replayed rounds and what their schedules come to under `costs`."""
+    """Replayed rounds and what their schedules come to under `costs`; time earns what the best fixed schedule does."""
     result = trajectories.outcome(
         rounds, costs, small=setup.small, middle=setup.middle, width=setup.width, max_nodes=setup.max_nodes,
         adaptive=adaptive,
     )  # fmt: skip
-    return World(rounds, result, _rates(rounds, result))
+    place = World(rounds, result, 1.0 / result.plain_ms)
+    return earning(place, lambda own: float(result.take(own).fixed_rates().max()))
 
 
-def _rates(rounds: Rounds, result: Outcome) -> Floats:
-    """float [N]: what the best fixed schedule emits per ms in rounds of the same report and temperature."""
-    rate = np.empty(len(rounds))
+def earning(place: World, rate: Callable[[Bools], float]) -> World:
+    """The same rounds where time earns what `rate` says of a kind of text, and never less than plain decoding does.
+
+    Args:
+        place: N rounds.
+        rate: of bool [N], the rounds of a report at a temperature -> emitted tokens per ms.
+    """
+    rounds, worth = place.rounds, 1.0 / place.result.plain_ms
     for report in np.unique(rounds.report):
-        for temperature in np.unique(rounds.temperature):
+        for temperature in np.unique(rounds.temperature[rounds.report == report]):
             own = (rounds.report == report) & (rounds.temperature == temperature)
-            if own.any():
-                rate[own] = result.take(own).fixed_rates().max()
-    return rate
+            worth[own] = np.maximum(worth[own], rate(own))
+    return attrs.evolve(place, rate=worth)
 
 
 def jittered(place: World, seed: int) -> World:
@@ -143,10 +157,10 @@ def joined(places: Sequence[World]) -> World:
 
 
 def state_inputs(place: World, names: Sequence[str]) -> Floats:
-    """float [N, 2^D - 1, 5 + 2 + D + S]: the state before every decision, with the signals of `names`."""
+    """float [N, 2^D - 1, 3 + 2 + D + S]: the state before every decision, with the signals of `names`."""
     rounds, result = place.rounds, place.result
     chosen = [list(CANDIDATES).index(name) for name in names]
-    columns = [rounds.num_prompt_tokens, result.target_ms, result.middle_ms, place.rate]
+    columns = [result.plain_ms, result.target_ms, result.middle_ms, place.rate]
     around = np.array([runtime(*row) for row in zip(*columns, strict=True)])
     inside = np.array([progress(history, rounds.steps) for history in trajectories.histories(rounds.steps)])
     shape = (len(rounds), len(inside))
@@ -162,30 +176,57 @@ def state_inputs(place: World, names: Sequence[str]) -> Floats:
 
 @attrs.frozen(eq=False)
 class _Branch:
-    """The decisions of one action: by row of a round, the state, the rest of the schedule, and the whole of it."""
+    """The decisions of one action, a row each of a round.
+
+    Attributes:
+        state: int [R], where it is taken.
+        rest: float [R, D + 2], how the schedule goes on: the suffix, and the number of calls from here on.
+        schedule: int [R], the whole of it.
+        base: int [R], the one that never calls from here on.
+    """
 
     state: Ints
-    suffix: Floats
+    rest: Floats
     schedule: Ints
+    base: Ints
 
     @classmethod
     def of(cls, steps: int, called: bool) -> "_Branch":
         rows = [row for row in trajectories.decisions(steps) if row[1] == called]
+        left = [steps - len(history) for history in trajectories.histories(steps)]
         return cls(
             np.array([state for state, *_ in rows]),
-            np.array([suffix_flags(flags, steps) for _, _, flags, _ in rows]),
+            np.array([_rest(called, flags, steps) for _, _, flags, _ in rows]),
             np.array([schedule for *_, schedule in rows]),
+            np.array([schedule >> left[state] << left[state] for state, *_, schedule in rows]),
         )
+
+    def targets(self, place: World) -> Floats:
+        """float [2, N, R]: accepted tokens beyond those of the base, and latency beyond the base's and the calls'.
+
+        What a round's text is like stands in a schedule and in its base, and so does not blur the difference. Latency
+        is in forwards of B + 1 rows; a call's is taken to be that of a step of `width` rows, the rest is to be learnt.
+        """
+        result = place.result
+        accepted, ms = (values[:, self.schedule] - values[:, self.base] for values in (result.emitted, result.ms))
+        calls_ms = self.rest[:, -1] * result.middle_ms[:, None]
+        return np.stack([accepted, (ms - calls_ms) / result.target_ms[:, None]])
+
+
+def _rest(called: bool, suffix: Sequence[bool], steps: int) -> list[float]:
+    return [*suffix_flags(suffix, steps), float(called + sum(suffix))]
 
 
 @attrs.frozen(eq=False)
 class ValueSystem:
-    """The four heads: accepted tokens and log latency, where the next decision is to skip and where it is to call.
+    """The four heads: accepted tokens and latency, where the next decision is to skip and where it is to call.
+
+    Both are counted beyond what never calling from there on brings and takes.
 
     Attributes:
         names: the tree signals it reads.
         normaliser: of its inputs.
-        scale: float32 [2, 2], mean and deviation of the two targets.
+        scale: float32 [2], root mean square of the two targets.
         skip, call: heads of an action; network k of each target was fitted without fold k (rows [2 * folds]).
     """
 
@@ -196,57 +237,53 @@ class ValueSystem:
     skip: Networks
     call: Networks
 
-    def quality(self, state: Floats, rate: Floats, fold: Ints | None = None) -> Floats:
+    def quality(self, state: Floats, fold: Ints | None = None) -> Floats:
         """float [N, 2^D - 1, 2]: for every state the best surplus still in reach, by action (skip, call).
 
         A surplus (tokens) is what the round emits, less what its time could have brought otherwise: the throughput of
-        the whole run is greatest where rounds maximise that, and not each its own throughput.
+        the whole run is greatest where rounds maximise that, and not each its own throughput. Here it is counted from
+        that of never calling again.
 
         Args:
             state: inputs [N, 2^D - 1, I].
-            rate: float [N], emitted tokens per ms that time is worth.
             fold: int [N], the fold of each round, whose networks have not seen it; None takes the folds' average.
         """
         best = np.full((*state.shape[:2], 2), -np.inf)
         for action, heads in enumerate((self.skip, self.call)):
             branch = _Branch.of(self.steps, bool(action))
-            x = self.normaliser(_with_suffix(state, branch))
-            surplus = self._surplus(heads.predict(x.reshape(-1, x.shape[-1])), x.shape[:2], rate, fold)
+            surplus = self._surplus(heads, _with_rest(state[:, branch.state], branch.rest), fold)
             for row, at in enumerate(branch.state):
                 best[:, at, action] = np.maximum(best[:, at, action], surplus[:, row])
         return best
 
-    def margin(self, state: Floats, history: Sequence[bool], rate: float) -> float:
+    def margin(self, state: Floats, history: Sequence[bool]) -> float:
         """The margin of one state [I], searched anew: the failed ablation of using the value system online."""
-        step, best = len(history), []
+        best = []
         for heads in (self.skip, self.call):
-            rest = trajectories.schedules(self.steps - step - 1)
-            suffixes = np.array([suffix_flags(suffix, self.steps) for suffix in rest.tolist()])
-            x = self.normaliser(np.concatenate([np.broadcast_to(state, (len(rest), len(state))), suffixes], axis=1))
-            best.append(float(self._surplus(heads.predict(x), (1, len(rest)), np.array([rate]), None).max()))
+            suffixes = trajectories.schedules(self.steps - len(history) - 1).tolist()
+            rest = np.array([_rest(heads is self.call, suffix, self.steps) for suffix in suffixes])
+            inputs = _with_rest(np.broadcast_to(state, (1, len(rest), len(state))), rest)
+            best.append(float(self._surplus(heads, inputs, None).max()))
         return best[1] - best[0]
 
-    def _surplus(self, out: NDArray[np.float32], shape: tuple[int, ...], rate: Floats, fold: Ints | None) -> Floats:
-        out = out.reshape(2, -1, *shape)  # target, fold, round, decision
-        if fold is None:
-            accepted, log_ms = out.mean(1)
-        else:
-            accepted, log_ms = out[:, fold, np.arange(shape[0])]
-        accepted = accepted * self.scale[0, 1] + self.scale[0, 0]
-        log_ms = log_ms * self.scale[1, 1] + self.scale[1, 0]
-        surplus: Floats = np.maximum(accepted, 0.0) + 1.0 - rate[:, None] * np.exp(log_ms)
-        return surplus
+    def _surplus(self, heads: Networks, inputs: Floats, fold: Ints | None) -> Floats:
+        """float [N, R], of inputs [N, R, I]."""
+        x = self.normaliser(inputs)
+        out = heads.predict(x.reshape(-1, x.shape[-1])).reshape(2, -1, *x.shape[:2])  # target, fold, round, decision
+        out = out.mean(1) if fold is None else out[:, fold, np.arange(len(x))]
+        return _surplus(out * self.scale[:, None, None], inputs)
 
 
-def _with_suffix(state: Floats, branch: _Branch) -> Floats:
-    """Inputs of the heads [N, R, I + D + 1]: the state of every decision row, and the rest of its schedule."""
-    inputs = state[:, branch.state]
-    return np.concatenate([inputs, np.broadcast_to(branch.suffix, (*inputs.shape[:2], branch.suffix.shape[1]))], -1)
+def _with_rest(state: Floats, rest: Floats) -> Floats:
+    """Inputs of the heads [N, R, I + D + 3]: states [N, R, I], how their schedules go on, and what those calls take."""
+    rest = np.broadcast_to(rest, (*state.shape[:2], rest.shape[1]))
+    return np.concatenate([state, rest, rest[..., -1:] * np.exp(-state[..., RATIO, None])], -1)
 
 
-def targets(place: World) -> Floats:
-    """float [2, N, 2^D]: accepted tokens, log latency."""
-    return np.stack([place.result.emitted - 1.0, np.log(place.result.ms)])
+def _surplus(values: Floats, inputs: Floats) -> Floats:
+    """Tokens beyond what the time could bring [...], of targets [2, ...] and the heads' inputs [..., I]."""
+    speed, num_calls, calls_take = np.exp(inputs[..., SPEED]), inputs[..., -2], inputs[..., -1]
+    return np.where(num_calls > 0, values[0] - speed * (calls_take + values[1]), 0.0)  # of the base nothing is guessed
 
 
 def fit_value_system(
@@ -270,18 +307,18 @@ def fit_value_system(
     """
     steps, num_folds = worlds[0].rounds.steps, int(fold.max()) + 1
     state = np.concatenate([state_inputs(place, names) for place in worlds])
-    wanted = np.concatenate([targets(place) for place in worlds], axis=1)
-    scale = np.stack([wanted.mean((1, 2)), np.maximum(wanted.std((1, 2)), 1e-3)], 1).astype(np.float32)
-    wanted = (wanted - scale[:, :1, None]) / scale[:, 1:, None]
-    folds = np.tile(fold, len(worlds))
+    branches = [_Branch.of(steps, called) for called in (False, True)]
+    wanted = [np.concatenate([branch.targets(place) for place in worlds], axis=1) for branch in branches]
+    squares = [np.mean([(target[head] ** 2).mean() for target in wanted]) for head in range(2)]
+    scale = np.maximum(np.sqrt(squares), 1e-3).astype(np.float32)
+    folds, shares = np.tile(fold, len(worlds)), np.tile(_shares(worlds[0].rounds), len(worlds))
     heads, normaliser = [], None
-    for called in (False, True):
-        branch = _Branch.of(steps, called)
-        x = _with_suffix(state, branch)
+    for branch, target in zip(branches, wanted, strict=True):
+        x = _with_rest(state[:, branch.state], branch.rest)
         normaliser = normaliser or Normaliser.of(x.reshape(-1, x.shape[-1]))
         rows = normaliser(x).reshape(-1, x.shape[-1])
-        y = wanted[:, :, branch.schedule].reshape(2, -1).repeat(num_folds, 0).astype(np.float32)
-        kept = folds[None] != np.arange(num_folds)[:, None]
+        y = (target / scale[:, None, None]).reshape(2, -1).repeat(num_folds, 0).astype(np.float32)
+        kept = (folds[None] != np.arange(num_folds)[:, None]) * shares
         weight = np.tile(kept.repeat(len(branch.state), 1), (2, 1)).astype(np.float32)
         before = len(heads) * num_steps
         heads.append(
@@ -295,20 +332,21 @@ def errors(system: ValueSystem, worlds: Sequence[World], fold: Ints) -> dict[str
     """Out-of-fold errors of both branches, relative to what always guessing the mean would make (1.0).
 
     Returns:
-        "accepted", "latency", "throughput" and their mean, "error".
+        "accepted", "latency", "surplus" and their mean, "error".
     """
     state = np.concatenate([state_inputs(place, system.names) for place in worlds])
-    wanted = np.concatenate([targets(place) for place in worlds], axis=1)
     folds = np.tile(fold, len(worlds))
-    squared: dict[str, list[Floats]] = {"accepted": [], "latency": [], "throughput": []}
+    squared: dict[str, list[Floats]] = {"accepted": [], "latency": [], "surplus": []}
     spread: dict[str, list[Floats]] = {name: [] for name in squared}
     for called, heads in ((False, system.skip), (True, system.call)):
         branch = _Branch.of(system.steps, called)
-        x = system.normaliser(_with_suffix(state, branch))
+        inputs = _with_rest(state[:, branch.state], branch.rest)
+        x = system.normaliser(inputs)
         out = heads.predict(x.reshape(-1, x.shape[-1])).reshape(2, -1, *x.shape[:2])
-        out = out[:, folds, np.arange(len(state))] * system.scale[:, 1:, None] + system.scale[:, :1, None]
-        truth = wanted[:, :, branch.schedule]
-        values = zip(squared, ((out[0], truth[0]), (out[1], truth[1]), (_log_rate(out), _log_rate(truth))), strict=True)
+        out = out[:, folds, np.arange(len(state))] * system.scale[:, None, None]
+        truth = np.concatenate([branch.targets(place) for place in worlds], axis=1)
+        surpluses = _surplus(out, inputs), _surplus(truth, inputs)
+        values = zip(squared, ((out[0], truth[0]), (out[1], truth[1]), surpluses), strict=True)
         for name, (guess, true) in values:
             squared[name].append(((guess - true) ** 2).ravel())
             spread[name].append(((true - true.mean()) ** 2).ravel())
@@ -319,8 +357,11 @@ def errors(system: ValueSystem, worlds: Sequence[World], fold: Ints) -> dict[str
     return {**share, "error": sum(share.values()) / len(share)}
 
 
-def _log_rate(values: Floats) -> Floats:
-    return np.log1p(np.maximum(values[0], 0.0)) - values[1]
+def _shares(rounds: Rounds) -> Floats:
+    """float [N], 1 on average: weights under which every report counts alike, however many rounds it has."""
+    _, report, counts = np.unique(rounds.report, return_inverse=True, return_counts=True)
+    shares: Floats = len(rounds) / len(counts) / counts[report]
+    return shares
 
 
 def select_signals(
@@ -343,24 +384,25 @@ def select_signals(
     """
     steps, num_folds, names = worlds[0].rounds.steps, int(fold.max()) + 1, list(CANDIDATES)
     state = np.concatenate([state_inputs(place, names) for place in worlds])
-    wanted = np.concatenate([targets(place) for place in worlds], axis=1)
-    mean, std = wanted.mean((1, 2)), np.maximum(wanted.std((1, 2)), 1e-3)
     folds = np.tile(fold, len(worlds))
     first = NUM_RUNTIME + 2 + steps
     rng = np.random.default_rng(0)
     branches = []
     for called in (False, True):
         branch = _Branch.of(steps, called)
-        x = _with_suffix(state, branch)
-        rows = Normaliser.of(x.reshape(-1, x.shape[-1]))(x).reshape(-1, x.shape[-1])
-        y = ((wanted[:, :, branch.schedule] - mean[:, None, None]) / std[:, None, None]).reshape(2, -1)
+        inputs = _with_rest(state[:, branch.state], branch.rest)
+        inputs = inputs.reshape(-1, inputs.shape[-1])
+        rows, fold_of = Normaliser.of(inputs)(inputs), folds.repeat(len(branch.state))
+        y = np.concatenate([branch.targets(place) for place in worlds], axis=1).reshape(2, -1)
+        scale = np.maximum(np.sqrt((y**2).mean(1)), 1e-3)
         sample = rng.permutation(len(rows))[:MAX_SELECTION_ROWS]
-        branches.append((rows[sample], y[:, sample].astype(np.float32), folds.repeat(len(branch.state))[sample]))
+        y = (y[:, sample] / scale[:, None]).astype(np.float32)
+        branches.append((rows[sample], y, scale, fold_of[sample], inputs[sample[:MAX_JUDGED_ROWS]]))
 
     def judge(candidates: Sequence[Sequence[int]]) -> list[float]:
         """The error of each set of signals."""
         totals = np.zeros(len(candidates))
-        for rows, y, fold_of in branches:
+        for rows, y, scale, fold_of, inputs in branches:
             mask = np.ones((len(candidates), rows.shape[1]), np.float32)
             mask[:, first : first + len(names)] = 0.0
             for number, chosen in enumerate(candidates):
@@ -383,9 +425,10 @@ def select_signals(
             own = out[:, judged, :, np.arange(len(judged))]  # row, candidate, head
             true = y[:, : len(judged)].T
             error = ((own - true[:, None]) ** 2).mean(0)
-            guessed_rate, true_rate = (_log_rate(np.moveaxis(v * std + mean, -1, 0)) for v in (own, true))
-            rate_error = ((guessed_rate - true_rate[:, None]) ** 2).mean(0) / max(float(true_rate.var()), 1e-12)
-            totals += (np.sqrt(error).sum(1) + np.sqrt(rate_error)) / 3 / len(branches)
+            guessed = _surplus(np.moveaxis(own * scale, -1, 0), inputs[:, None])
+            surplus = _surplus(np.moveaxis(true * scale, -1, 0), inputs)
+            surplus_error = ((guessed - surplus[:, None]) ** 2).mean(0) / max(float(surplus.var()), 1e-12)
+            totals += (np.sqrt(error).sum(1) + np.sqrt(surplus_error)) / 3 / len(branches)
         return totals.tolist()
 
     curve = [("", judge([[]])[0])]
@@ -404,7 +447,7 @@ def margins(system: ValueSystem, worlds: Sequence[World], fold: Ints) -> Floats:
     """float [worlds, N, 2^D - 1]: the best surplus (tokens) if called, less that if skipped; out of fold, clipped."""
     found = []
     for place in worlds:
-        quality = system.quality(state_inputs(place, system.names), place.rate, fold)
+        quality = system.quality(state_inputs(place, system.names), fold)
         found.append(np.clip(quality[..., 1] - quality[..., 0], -MAX_MARGIN, MAX_MARGIN))
     return np.stack(found)
 
@@ -416,7 +459,7 @@ class Predictor:
     Attributes:
         names: the tree signals it reads.
         steps: D.
-        normaliser: of the state [4 + 2 + D + S].
+        normaliser: of the state [3 + 2 + D + S].
         weights: `w1` [I, H], `b1` [H], `w2` [H, H], `b2` [H], `w3` [H], `b3` [1].
     """
 
@@ -449,7 +492,7 @@ def fit_predictors(
     normaliser = Normaliser.of(x.reshape(-1, x.shape[-1]))
     rows, y = normaliser(x).reshape(-1, x.shape[-1]), wanted.reshape(1, -1).repeat(num_folds + 1, 0).astype(np.float32)
     kept = np.tile(fold, len(worlds))[None] != np.arange(num_folds + 1)[:, None]
-    weight = kept.repeat(x.shape[1], 1).astype(np.float32)
+    weight = (kept * np.tile(_shares(worlds[0].rounds), len(worlds))).repeat(x.shape[1], 1).astype(np.float32)
     networks = train(rows, y, weight, num_steps=num_steps, seed=seed, on_step=on_step)
     layers = {name: layer.numpy() for name, layer in networks.layers.items()}
     return [
@@ -464,10 +507,20 @@ def fit_predictors(
     ]  # fmt: skip
 
 
-def follow(place: World, margin: Floats) -> Ints:
-    """int [N]: the schedule that a scheduler with these margins [N, 2^D - 1] follows in every round."""
-    rows = np.arange(len(place.rounds))
-    return trajectories.walk(place.rounds, lambda step, state: margin[rows, state] > 0)
+def follow(place: World, margins: Callable[[World], Floats]) -> Ints:
+    """int [N]: the schedules that a scheduler takes, where time earns what it does itself, as it finds out online.
+
+    Args:
+        place: N rounds.
+        margins: of them, where time earns `rate`, the margins [N, 2^D - 1].
+    """
+    rows, result = np.arange(len(place.rounds)), place.result
+    taken = np.zeros(len(rows), np.int64)
+    for _ in range(SETTLED):
+        margin = margins(place)
+        taken = trajectories.walk(place.rounds, lambda step, state, margin=margin: margin[rows, state] > 0)
+        place = earning(place, lambda own, taken=taken: result.take(own).rate(taken[own]))
+    return taken
 
 
 def out_of_fold(predictors: Sequence[Predictor], place: World, fold: Ints) -> Floats:

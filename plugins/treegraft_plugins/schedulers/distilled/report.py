@@ -134,7 +134,7 @@ def tables_for(manifest: Manifest, ratios: Sequence[float] = RATIOS) -> list[Tab
 
 def whole(predictor: Predictor) -> Callable[[World], Ints]:
     """What `lines` follows: one predictor, for rounds that it has not seen."""
-    return lambda place: fit.follow(place, predictor(fit.state_inputs(place, predictor.names)))
+    return lambda place: fit.follow(place, lambda place: predictor(fit.state_inputs(place, predictor.names)))
 
 
 def table(found: Sequence[Line]) -> list[str]:
@@ -155,15 +155,25 @@ def table(found: Sequence[Line]) -> list[str]:
 
 
 def lines_of(fitted: Fitted, follow: Follow) -> list[Line]:
-    """The lines of every collection that was fitted to, under its own tables."""
+    """The lines of every pair that was fitted to."""
     material, found = fitted.material, []
-    for number, (manifest, part) in enumerate(zip(material.manifests, material.parts, strict=True)):
-        found += _by_temperature(manifest, part, material.fold[material.owner == number], follow)
+    folds = [material.fold[material.owner == number] for number in range(len(material.parts))]
+    for manifest, numbers in _by_pair(material.manifests):
+        rounds = Rounds.joined([material.parts[number] for number in numbers])
+        found += _by_temperature(manifest, rounds, np.concatenate([folds[number] for number in numbers]), follow)
     return found
 
 
+def _by_pair(manifests: Sequence[Manifest]) -> list[tuple[Manifest, list[int]]]:
+    """The numbers of each pair's collections, behind the manifest of the first, whose cost table stands for all."""
+    pairs: dict[str, tuple[Manifest, list[int]]] = {}
+    for number, manifest in enumerate(manifests):
+        pairs.setdefault(manifest.pair, (manifest, []))[1].append(number)
+    return list(pairs.values())
+
+
 def _by_temperature(manifest: Manifest, rounds: Rounds, fold: Ints, follow: Follow) -> list[Line]:
-    """Lines of one collection: texts of different temperatures are no one's throughput together."""
+    """Lines of one pair: texts of different temperatures are no one's throughput together."""
     found = []
     for temperature in np.unique(rounds.temperature):
         own, suffix = rounds.temperature == temperature, f", temperature {temperature:g}"
@@ -176,22 +186,19 @@ def _by_temperature(manifest: Manifest, rounds: Rounds, fold: Ints, follow: Foll
 
 def _held_out(fitted: Fitted) -> list[str]:
     """What the predictor that is shipped comes to on what nothing was fitted to."""
-    follow = whole(fitted.predictors[-1])
-    found = [
-        line
-        for manifest, rounds in fitted.material.held_out
-        for line in _by_temperature(
-            manifest, rounds, np.zeros(len(rounds), np.int64), lambda place, fold: follow(place)
-        )
-    ]
+    follow, held_out, found = whole(fitted.predictors[-1]), fitted.material.held_out, list[Line]()
+    for manifest, numbers in _by_pair([manifest for manifest, _ in held_out]):
+        rounds = Rounds.joined([held_out[number][1] for number in numbers])
+        folds = np.zeros(len(rounds), np.int64)
+        found += _by_temperature(manifest, rounds, folds, lambda place, fold: follow(place))
     return ["## Modelled throughput on what was held out", "", *table(found), ""] if found else []
 
 
 def followed(fitted: Fitted) -> Follow:
     """What a fit does with rounds of folds that it has not seen."""
     if fitted.weights.header.ablation == VALUE_ONLINE:
-        return lambda place, fold: fit.follow(place, fit.margins(fitted.value, [place], fold)[0])
-    return lambda place, fold: fit.follow(place, fit.out_of_fold(fitted.predictors, place, fold))
+        return lambda place, fold: fit.follow(place, lambda place: fit.margins(fitted.value, [place], fold)[0])
+    return lambda place, fold: fit.follow(place, lambda place: fit.out_of_fold(fitted.predictors, place, fold))
 
 
 def write_report(fitted: Fitted, folder: Path, ablations: Mapping[str, Fitted] | None = None) -> Path:

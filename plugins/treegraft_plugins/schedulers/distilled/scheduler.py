@@ -88,7 +88,7 @@ class DistilledScheduler(Scheduler):
             return self._fallback.decide(state)
         middle, header = state.sources[self._middle], self._fitted.header
         costs = state.statistics.costs
-        target_ms = float(costs.target_ms(state.limits.verify_nodes + 1, state.position))
+        plain_ms, target_ms = costs.target_ms([1, state.limits.verify_nodes + 1], state.position).tolist()
         middle_ms = float(costs.source_ms(self._middle, middle.width))
         ratio = target_ms / max(middle_ms, 1e-9)
         if not header.ratios[0] <= ratio <= header.ratios[1]:
@@ -97,22 +97,21 @@ class DistilledScheduler(Scheduler):
         history = [step.source == self._middle for step in state.steps]
         if self.max_calls and sum(history) >= int(ratio):
             return self._small
-        rate = state.statistics.rate(state.position)
         inputs = np.array(
             [
-                *runtime(state.num_prompt_tokens, target_ms, middle_ms, rate),
+                *runtime(plain_ms, target_ms, middle_ms, state.statistics.rate(state.position)),
                 *progress(history, header.steps),
                 *tree_signals(state, middle, header.signals),
             ]
         )
-        return self._middle if self._margin(inputs, history, rate) > 0 else self._small
+        return self._middle if self._margin(inputs, history) > 0 else self._small
 
-    def _margin(self, inputs: np.ndarray, history: Sequence[bool], rate: float) -> float:
+    def _margin(self, inputs: np.ndarray, history: Sequence[bool]) -> float:
         assert self._fitted is not None
         if self.mode == "predictor":
             return float(self._fitted.predictor(inputs))
         assert self._fitted.value is not None
-        return self._fitted.value.margin(inputs, history, rate)
+        return self._fitted.value.margin(inputs, history)
 
     def _warn(self, ratio: float, header: Header) -> None:
         if not self._is_warned:

@@ -13,7 +13,8 @@ import numpy as np
 from treegraft.interfaces import RoundState, Source, StepRecord
 from treegraft.tree import Bools, Floats, Ints
 
-NUM_RUNTIME = 5
+NUM_RUNTIME = 3
+RATIO, SPEED = 0, 2  # places in the runtime context
 LEAST_SCORE = -30.0  # a path score (nats) below which nothing is ever verified
 
 
@@ -198,21 +199,19 @@ def tree_signals(state: RoundState, middle: Source, names: Sequence[str]) -> lis
     return [CANDIDATES[name](signals) for name in names]
 
 
-def runtime(num_prompt_tokens: float, target_ms: float, middle_ms: float, rate: float) -> list[float]:
-    """The runtime context (5 numbers): prompt length, what the models cost and what time is worth, as logarithms.
+def runtime(plain_ms: float, target_ms: float, middle_ms: float, rate: float) -> list[float]:
+    """The runtime context (3 numbers, logarithms): what a call costs, what nodes cost, what time is worth.
 
     Args:
-        num_prompt_tokens: of the request.
-        target_ms: latency of a target forward of B + 1 rows (ms).
+        plain_ms: latency of a target forward of one row (ms).
+        target_ms: latency of one of B + 1 rows (ms).
         middle_ms: latency of a middle step of `width` rows (ms).
-        rate: emitted tokens per ms that time could bring otherwise.
+        rate: emitted tokens per ms that time is worth.
 
-    Source: TreeGraft, appendix B; the last is treegraft's own. Latencies enter as logarithms, so that machines of
-    different speed differ by a shift.
+    Source: TreeGraft, appendix B, which reads latencies themselves and the prompt's length. Those tell apart the few
+    machines and datasets that were fitted to, and nothing that would hold for another one.
     """
-    target, middle = math.log(max(target_ms, 1e-3)), math.log(max(middle_ms, 1e-3))
-    worth = math.log(max(rate * target_ms, 1e-3))
-    return [math.log1p(num_prompt_tokens), target, middle, target - middle, worth]
+    return [math.log(max(value, 1e-3)) for value in (target_ms / middle_ms, target_ms / plain_ms, rate * target_ms)]
 
 
 def progress(history: Sequence[bool], steps: int) -> list[float]:

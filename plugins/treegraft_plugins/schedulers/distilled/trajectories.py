@@ -121,12 +121,14 @@ class Outcome:
         ms: float [N, 2^D], modelled latency of the whole round, and of what the middle will have to catch up with.
         never_ms: float [N], latency of never calling the middle if no other round calls it either: then it never
             catches up.
-        target_ms, middle_ms: float [N], the runtime context: a forward of B + 1 rows, a middle step of `width` rows.
+        plain_ms, target_ms, middle_ms: float [N], the runtime context: forwards of one row and of B + 1 rows, and a
+            middle step of `width` rows.
     """
 
     emitted: Floats
     ms: Floats
     never_ms: Floats
+    plain_ms: Floats
     target_ms: Floats
     middle_ms: Floats
 
@@ -184,7 +186,7 @@ def outcome(
         adaptive: the budget is the `gain_over_cost` rule at the better endpoint's rate, instead of all of B.
     """
     context = rounds.context
-    target_ms = np.array([costs.target_ms(max_nodes + 1, int(tokens)) for tokens in context], dtype=np.float64)
+    plain_ms, target_ms = np.array([costs.target_ms([1, max_nodes + 1], int(tokens)) for tokens in context]).T
     middle_ms = np.full(len(rounds), float(costs.source_ms(middle, width)))
     drafting = rounds.source_ms(costs, small, middle)
     # Every token that the middle has not processed is a row of a later call: charged to the round that left it.
@@ -196,7 +198,7 @@ def outcome(
             [costs.target_ms(nodes + 1, int(tokens)) for nodes, tokens in zip(budget, context, strict=True)]
         )
         ms = drafting + forward
-        return Outcome(rounds.accepted(budget) + 1.0, ms + catching_up, ms[:, 0], target_ms, middle_ms)
+        return Outcome(rounds.accepted(budget) + 1.0, ms + catching_up, ms[:, 0], plain_ms, target_ms, middle_ms)
 
     if not adaptive:
         return under(full)
