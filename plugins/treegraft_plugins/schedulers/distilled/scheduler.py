@@ -28,11 +28,11 @@ AUTO = "auto"
 
 @attrs.define(eq=False)
 class DistilledScheduler(Scheduler):
-    """Calls the middle where a fitted predictor expects more tokens per ms from that than from the small source.
+    """Calls the middle where a fitted predictor expects more tokens of that than its time would earn otherwise.
 
-    The predictor reads the runtime (prompt length, what the models cost), the round's progress and a few signals of
-    the tree; `treegraft fit scheduler` makes its weights. The source of the highest rank is the middle and the other
-    one the small: it schedules pipelines of two sources.
+    The predictor reads the runtime (what the models cost, how fast the request has been), the round's progress and a few
+    signals of the tree; `treegraft fit scheduler` makes its weights. The source of the highest rank is the middle and
+    the other one the small: it schedules pipelines of two sources.
 
     Args:
         weights: "auto" takes shipped weights that fit the pipeline's models, D, W, B and cost ratio, else the scheduler
