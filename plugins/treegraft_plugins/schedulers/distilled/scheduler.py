@@ -30,7 +30,7 @@ AUTO = "auto"
 class DistilledScheduler(Scheduler):
     """Calls the middle where a fitted predictor expects more tokens of that than its time would earn otherwise.
 
-    The predictor reads the runtime (what the models cost, how fast the request has been), the round's progress and a few
+    The predictor reads the runtime (what the models cost, how fast the request has been), the round's progress and some
     signals of the tree; `treegraft fit scheduler` makes its weights. The source of the highest rank is the middle and
     the other one the small: it schedules pipelines of two sources.
 
