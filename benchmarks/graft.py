@@ -66,10 +66,10 @@ def grown(num_nodes: int) -> RoundState:
 
 def budget(num_nodes: int, rng: np.random.Generator) -> SABABudget:
     """One with a random gain model."""
-    shapes = {"mean": len(SIGNALS), "w1": (len(SIGNALS), HIDDEN), "b1": HIDDEN, "w2": (HIDDEN, 2), "b2": 2}
+    shapes = {"mean": len(SIGNALS), "w1": (len(SIGNALS), HIDDEN), "b1": HIDDEN, "w2": (HIDDEN, 3), "b2": 3}
     arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     policy = SABABudget(num_nodes)
-    policy._model = GainModel(SIGNALS, arrays | {"std": np.ones(len(SIGNALS)), "alpha": np.array([0.8])})
+    policy._model = GainModel(SIGNALS, arrays | {"std": np.ones(len(SIGNALS))})
     return policy
 
 

@@ -41,8 +41,8 @@ def arrays(num_signals: int, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {
         "mean": rng.normal(size=num_signals), "std": rng.uniform(0.5, 2.0, num_signals),
-        "w1": rng.normal(size=(num_signals, 8)), "b1": rng.normal(size=8), "w2": rng.normal(size=(8, 2)),
-        "b2": np.array([0.5, 2.0]), "alpha": np.array([0.8]),
+        "w1": rng.normal(size=(num_signals, 8)), "b1": rng.normal(size=8), "w2": rng.normal(size=(8, 3)),
+        "b2": np.array([0.5, 2.0, -0.2]),
     }  # fmt: skip
 
 

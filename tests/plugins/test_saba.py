@@ -17,7 +17,7 @@ from treegraft.testing.strategies import draft_trees
 from treegraft_plugins.budgets import ExpectedGainBudget
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.saba import SABABudget, budget
-from treegraft_plugins.saba.budget import GRID, default_grid
+from treegraft_plugins.saba.budget import COARSE, GRID, below
 from treegraft_plugins.saba.signals import DRAFTED, OWN, SIGNALS, state_signals
 
 COSTS = st.sampled_from(
@@ -88,10 +88,11 @@ def test_saba_is_the_arg_max_over_its_grid_by_brute_force(tmp_path_factory, tree
     chosen = policy.choose(state, tree)
     x = state_signals(state, tree, SIGNALS)
     z = np.clip((x - made["mean"]) / made["std"], -4, 4)
-    log_g, log_kappa = np.maximum(z @ made["w1"] + made["b1"], 0) @ made["w2"] + made["b2"]
+    log_g, log_kappa, log_alpha = np.maximum(z @ made["w1"] + made["b1"], 0) @ made["w2"] + made["b2"]
     scale, kappa = np.exp(np.clip(log_g, -6, 4)), np.exp(np.clip(log_kappa, -3, 8))
-    sizes = [min(nodes, len(tree) - 1) for nodes in grid or default_grid(63)]
-    gains = {nodes: scale * (1 - np.exp(-((nodes / kappa) ** 0.8))) for nodes in sizes}
+    alpha = np.exp(np.clip(log_alpha, -1.6, 0.7))
+    sizes = [min(nodes, len(tree) - 1) for nodes in grid or range(64)]
+    gains = {nodes: scale * (1 - np.exp(-((nodes / kappa) ** alpha))) for nodes in sizes}
     best = max(rate(state, nodes, gain)[0] for nodes, gain in gains.items())
     assert chosen.nodes in gains
     assert rate(state, chosen.nodes, gains[chosen.nodes])[0] == pytest.approx(best)
@@ -101,11 +102,12 @@ def test_saba_is_the_arg_max_over_its_grid_by_brute_force(tmp_path_factory, tree
 
 
 @pytest.mark.parametrize("verify_nodes", [0, 1, 63, 64, 512])
-def test_the_grid_is_fine_where_a_tree_begins_and_ends_at_the_most_nodes(verify_nodes):
-    grid = default_grid(verify_nodes)
+@pytest.mark.parametrize("budgets", [GRID, COARSE])
+def test_the_grid_ends_at_the_most_nodes(budgets, verify_nodes):
+    grid = below(budgets, verify_nodes)
     assert list(grid) == sorted(set(grid)) and grid[-1] == verify_nodes
-    assert set(grid[:-1]) == {nodes for nodes in GRID if nodes < verify_nodes}
-    assert set(range(32, 513, 16)) <= set(default_grid(512))
+    assert set(grid[:-1]) == {nodes for nodes in budgets if nodes < verify_nodes}
+    assert set(range(32, 513, 16)) <= set(budgets)
 
 
 @pytest.mark.parametrize(

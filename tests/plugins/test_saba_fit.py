@@ -21,7 +21,7 @@ from treegraft_plugins.budgets import ExpectedGainBudget
 from treegraft_plugins.collection import Text
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.saba import SABABudget, report
-from treegraft_plugins.saba.budget import default_grid
+from treegraft_plugins.saba.budget import COARSE, GRID, below
 from treegraft_plugins.saba.fit import fit_gain, readable
 from treegraft_plugins.saba.labels import LabellingBudget, Labels, labelled
 from treegraft_plugins.saba.model import GainModel
@@ -31,7 +31,7 @@ from treegraft_plugins.saba.signals import DRAFTED, OWN, SIGNALS
 V = 7
 TABLE = markov_table(V, order=1, seed=2, spread=2.0)
 MOST = 20
-BUDGETS = np.array(default_grid(MOST))
+BUDGETS = np.array(below(COARSE, MOST))
 COSTS = FixedCosts(target={1: 5.0, 2: 6.0, 64: 40.0}, sources={"dflash": {1: 1.0, 8: 2.0}})
 TEXTS = [Text(f"text {number}", ("even", "odd")[number % 2], (number % V, 1)) for number in range(9)]
 
@@ -168,7 +168,7 @@ def own_model():
     size = len(OWN)
     return GainModel(OWN, {
         "mean": np.zeros(size), "std": np.ones(size), "w1": rng.normal(size=(size, 4)), "b1": rng.normal(size=4),
-        "w2": rng.normal(size=(4, 2)), "b2": np.array([0.3, 1.0]), "alpha": np.array([0.9]),
+        "w2": rng.normal(size=(4, 3)), "b2": np.array([0.3, 1.0, -0.1]),
     })  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_policies_of_the_report_choose_what_the_budgets_choose_online(monkeypatc
     monkeypatch.setattr(LabellingBudget, "verify_nodes", watched)
     some = pipeline(ReplayTarget(live()), f"costs={json.dumps({'use': 'fixed', **COSTS.table()})}")
     found = Labels.joined([labelled(some, recording((1, 2), 60, 1.0), BUDGETS, np.random.default_rng(0))])
-    place = report.Costed.of(found, BUDGETS, COSTS, ["dflash"])
+    place = report.Costed.of(found, np.array(below(GRID, MOST)), COSTS, ["dflash"])
     assert place.expected_gain().tolist() == [choice.nodes for choice in online["rule"]]
     nodes, gain = place.saba(own_model())
     assert nodes.tolist() == [choice.nodes for choice in online["saba"]]

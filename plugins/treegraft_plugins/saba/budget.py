@@ -1,5 +1,6 @@
 """The state-aware budget: the fastest of a grid by fitted gains and the pipeline's own costs."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +19,16 @@ from treegraft_plugins.saba.signals import DRAFTED, state_signals
 
 FORMAT = 1
 SHELF = Shelf("weights", Path(__file__).parent / "weights", "treegraft fit budget")
-GRID = (0, 1, 2, 4, 6, 8, 12, 16, 24, *range(32, 513, 16))
-"""Budgets to choose from: fine where a tree begins, as on small hardware, and the paper's own beyond."""
+GRID = (*range(65), *range(80, 513, 16))
+"""Budgets to choose from: all where a tree begins, so that none misses a kink of the costs, then the paper's own."""
+
+COARSE = (0, 1, 2, 4, 6, 8, 12, 16, 24, *range(32, 513, 16))
+"""Budgets that rounds are labelled and fitted at."""
 
 
-def default_grid(verify_nodes: int) -> tuple[int, ...]:
-    """The budgets of `GRID` below `verify_nodes`, and that itself."""
-    return (*(nodes for nodes in GRID if nodes < verify_nodes), verify_nodes)
+def below(budgets: Sequence[int], verify_nodes: int) -> tuple[int, ...]:
+    """Those of `budgets` below `verify_nodes`, and that itself."""
+    return (*(nodes for nodes in budgets if nodes < verify_nodes), verify_nodes)
 
 
 def _tuple(value: Any) -> Any:
@@ -52,8 +56,7 @@ class SABABudget(BudgetPolicy):
 
     Args:
         verify_nodes: B, most non-root nodes ever verified.
-        grid: the budgets to choose from, ascending, at most B; None takes 0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80
-            and so on below B, and B.
+        grid: the budgets to choose from, ascending, at most B; None takes all up to 64, every 16th below B, and B.
         weights: "auto" takes shipped weights that fit the pipeline, else the rule of `expected_gain`, and says why; a
             name of shipped weights, or a file made by `treegraft fit budget`, is refused where it does not fit.
 
@@ -71,7 +74,7 @@ class SABABudget(BudgetPolicy):
     _note: str = attrs.field(init=False, default="")
 
     def __attrs_post_init__(self) -> None:
-        self._budgets = np.array(self.grid or default_grid(self.max_verify_nodes), np.int64)
+        self._budgets = np.array(self.grid or below(GRID, self.max_verify_nodes), np.int64)
         self._rule = ExpectedGainBudget(self.max_verify_nodes)
 
     # -- before the first request -------------------------------------------------------------------------------------

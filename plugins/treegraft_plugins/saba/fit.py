@@ -60,9 +60,8 @@ def fit_gain(
     layers = {
         "w1": torch.randn(len(names), hidden, generator=generator) * (2.0 / max(len(names), 1)) ** 0.5,
         "b1": torch.zeros(hidden),
-        "w2": torch.randn(hidden, 2, generator=generator) * 0.1 / hidden**0.5,
-        "b2": torch.tensor([float(np.log(max(labels.accepted(nodes[:, -1]).mean(), 0.05))), 2.0]),
-        "alpha": torch.tensor([0.8]),
+        "w2": torch.randn(hidden, len(LOG_LIMITS), generator=generator) * 0.1 / hidden**0.5,
+        "b2": torch.tensor([float(np.log(max(labels.accepted(nodes[:, -1]).mean(), 0.05))), 2.0, -0.2]),
     }
     decayed = [layer.requires_grad_() for name, layer in layers.items() if name in ("w1", "w2")]
     others = [layer.requires_grad_() for name, layer in layers.items() if name not in ("w1", "w2")]
@@ -77,8 +76,6 @@ def fit_gain(
         loss.backward()
         optimiser.step()
         schedule.step()
-        with torch.no_grad():
-            layers["alpha"].clamp_(0.2, 2.0)
     arrays = {name: layer.detach().double().numpy() for name, layer in layers.items()}
     return GainModel(names, {"mean": mean, "std": std, **arrays})
 
@@ -86,5 +83,5 @@ def fit_gain(
 def _gains(layers: dict[str, torch.Tensor], x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
     """[B, G]: the curve of `GainModel` at `nodes` [B, G], of normalised signals [B, S]."""
     out = torch.relu(x @ layers["w1"] + layers["b1"]) @ layers["w2"] + layers["b2"]
-    gain, kappa = (out[:, place].clamp(low, high).exp()[:, None] for place, (low, high) in enumerate(LOG_LIMITS))
-    return gain * -torch.expm1(-((nodes / kappa) ** layers["alpha"]))
+    gain, kappa, alpha = (out[:, place].clamp(low, high).exp()[:, None] for place, (low, high) in enumerate(LOG_LIMITS))
+    return gain * -torch.expm1(-((nodes / kappa) ** alpha))

@@ -16,7 +16,7 @@ from treegraft_plugins.collection import Collection, Progress, Text, cell_name, 
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.fitted import save, versions
 from treegraft_plugins.saba import report
-from treegraft_plugins.saba.budget import FORMAT, default_grid, described
+from treegraft_plugins.saba.budget import COARSE, FORMAT, GRID, below, described
 from treegraft_plugins.saba.fit import fit_gain
 from treegraft_plugins.saba.labels import Labels, labelled
 
@@ -69,9 +69,9 @@ class BudgetFit:
         sets = {"fit": fitting, "validation": validation, "held out": self.held_out}
         labels = {what: self._labels(what, texts) for what, texts in sets.items()}
         most, sources = self.pipeline.parts.budget.max_verify_nodes, [source.name for source in self.pipeline.sources]
-        budgets = np.array(default_grid(most))
+        budgets = np.array(below(GRID, most))
         self.progress("fitting", 0, 1)
-        model = fit_gain(labels["fit"], budgets, num_steps=self.num_steps, seed=self.seed)
+        model = fit_gain(labels["fit"], np.array(below(COARSE, most)), num_steps=self.num_steps, seed=self.seed)
         self.progress("fitting", 1, 1)
         header = {"kind": "saba", "format": FORMAT, "signals": model.names, "versions": versions()}
         save(self.out / SABA_FILE, model.arrays, header | described(self.setting))
@@ -90,7 +90,7 @@ class BudgetFit:
 
     def _labels(self, what: str, texts: Sequence[Text]) -> Labels:
         cells = [(text, temperature) for text in texts for temperature in self.temperatures]
-        budgets = np.array(default_grid(self.pipeline.parts.budget.max_verify_nodes))
+        budgets = np.array(below(COARSE, self.pipeline.parts.budget.max_verify_nodes))
         wants = wants_of([self.pipeline])
 
         def make(number: int) -> Any:

@@ -87,8 +87,7 @@ class Costed:
         """The model's choice, and the draft tokens that it expects of it; the rule's where a signal is missing."""
         x = columns(self.labels, model.names)
         missing = np.isnan(x).any(-1)
-        gain, kappa = model.curve(np.where(missing[:, None], 0.0, x))
-        gains = gain[:, None] * -np.expm1(-((self.nodes / kappa[:, None]) ** model.arrays["alpha"]))
+        gains = model(np.where(missing[:, None], 0.0, x), self.nodes)
         best = ((1.0 + gains) / self.ms).argmax(-1)
         rule = self.expected_gain()
         expected = self.labels.expected[np.arange(len(rule)), rule]
