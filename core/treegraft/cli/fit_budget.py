@@ -43,7 +43,7 @@ from treegraft.statistics import CostModel
     "--temperature", type=Listed(float, "a list of numbers"), default="0,0.8", show_default=True, metavar="T[,T...]",
     help="Every prompt is continued at each.",
 )  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True, help="Optimiser steps.")
+@click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True, help="Optimiser steps.")
 @click.option("--costs", type=click.Path(path_type=Path), metavar="FILE", help="A cost table.  [default: measured]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
 @click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")

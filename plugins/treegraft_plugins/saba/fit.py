@@ -30,10 +30,10 @@ def fit_gain(
     budgets: Ints,
     *,
     hidden: int = 32,
-    num_steps: int = 2000,
+    num_steps: int = 1000,
     batch: int = 512,
     learning_rate: float = 5e-3,
-    weight_decay: float = 1e-2,
+    weight_decay: float = 1.0,
     seed: int = 0,
 ) -> GainModel:
     """Fit to rounds that have all signals which most rounds have.
