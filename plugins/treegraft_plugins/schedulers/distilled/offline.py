@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from treegraft.errors import RequestError, suggest
 from treegraft.tree import Ints
+from treegraft_plugins.fitted import read_arrays, save, versions
 from treegraft_plugins.options import whole
 from treegraft_plugins.schedulers.distilled import fit, trajectories
 from treegraft_plugins.schedulers.distilled.collect import Manifest, read_collection
@@ -28,10 +28,8 @@ from treegraft_plugins.schedulers.distilled.weights import (
     Weights,
     predictor_arrays,
     predictor_of,
-    read_arrays,
     value_arrays,
     value_of,
-    write_arrays,
 )
 
 Progress = Callable[[str, int, int], None]
@@ -207,7 +205,7 @@ def _fitted(
         width=manifests[0].setup.width,
         max_nodes=manifests[0].setup.max_nodes,
         ablation=ablation,
-        versions={name: metadata.version(name) for name in ("treegraft", "torch", "numpy")},
+        versions=versions(),
     )
     errors = fit.errors(value, material.worlds, material.fold)
     return Fitted(material, curve, errors, value, predictors, Weights(header, predictors[-1]))
@@ -305,8 +303,7 @@ class _Steps:
         return read_arrays(path) if path.exists() else None
 
     def _keep(self, what: str, names: Sequence[str], arrays: dict[str, NDArray[Any]]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_arrays(self._path(what, names), arrays, {"signals": ", ".join(names)})
+        save(self._path(what, names), arrays, {"signals": list(names)})
 
     def _path(self, what: str, names: Sequence[str]) -> Path:
         return self.folder / f"{what}-{self._key(names)[:16]}.safetensors"

@@ -1,17 +1,15 @@
 """Fitted weights on disk: safetensors with a JSON header that says what they were fitted for."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from treegraft_plugins import fitted
+from treegraft_plugins.fitted import read_arrays
 from treegraft_plugins.schedulers.distilled.fit import Predictor, ValueSystem
 from treegraft_plugins.schedulers.distilled.networks import Networks, Normaliser
 from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
@@ -49,14 +47,10 @@ class Header:
     versions: Mapping[str, str]
     format: int = FORMAT
 
-    def as_json(self) -> str:
-        return json.dumps(attrs.asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "Header":
-        """Raises ValueError where the text is no such header."""
+    def of(cls, said: Mapping[str, Any]) -> "Header":
+        """Raises ValueError where an object is no such header."""
         try:
-            said = json.loads(text)
             header = cls(
                 signals=tuple(said["signals"]),
                 steps=int(said["steps"]),
@@ -92,14 +86,7 @@ class Weights:
         arrays = predictor_arrays(self.predictor)
         if self.value is not None:
             arrays |= value_arrays(self.value)
-        write_arrays(path, arrays, {"treegraft": self.header.as_json()})
-
-
-def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, part, dict(metadata))
-    part.replace(path)
+        fitted.save(path, arrays, attrs.asdict(self.header))
 
 
 def predictor_arrays(predictor: Predictor, prefix: str = "predictor") -> dict[str, NDArray[Any]]:
@@ -142,11 +129,9 @@ def read_header(path: Path) -> Header:
     Raises:
         ValueError: no such file, or not one of ours.
     """
+    said = fitted.read_header(path)
     try:
-        with safe_open(path, "numpy") as file:
-            return Header.from_json((file.metadata() or {})["treegraft"])
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: no fitted weights ({type(error).__name__}: {error})") from error
+        return Header.of(said)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -162,12 +147,6 @@ def read_weights(path: Path) -> Weights:
     predictor = predictor_of(arrays, header.signals, header.steps)
     value = value_of(arrays, header.signals, header.steps) if "value.scale" in arrays else None
     return Weights(header, predictor, value)
-
-
-def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """All arrays of a safetensors file."""
-    with safe_open(path, "numpy") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _normaliser(prefix: str, normaliser: Normaliser) -> dict[str, NDArray[Any]]:
