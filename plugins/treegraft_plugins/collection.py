@@ -20,6 +20,7 @@ from treegraft_plugins.costs import FixedCosts
 Arrays = dict[str, NDArray[Any]]
 Progress = Callable[[str, int, int], None]
 MANIFEST, COSTS = "manifest.json", "costs.json"
+VALIDATION = 8  # every so many prompts, one is kept from a fit
 
 
 @attrs.frozen
@@ -35,6 +36,18 @@ class Text:
     id: str
     category: str
     token_ids: tuple[int, ...]
+
+
+def kept_apart(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """Texts to fit to, and every eighth, which is kept from the fit to choose by.
+
+    Raises:
+        RequestError: too few prompts.
+    """
+    fitting = [text for number, text in enumerate(texts) if number % VALIDATION]
+    if not fitting:
+        raise RequestError("--prompts", f"{len(texts)} prompts", "Allowed: at least two.")
+    return fitting, list(texts[::VALIDATION])
 
 
 def texts_hash(texts: Sequence[Text]) -> str:

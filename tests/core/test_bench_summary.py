@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from treegraft.bench import intervals
 from treegraft.bench.intervals import Work, ratio
-from treegraft.bench.pairs import compare_arms, pairs_table
+from treegraft.bench.pairs import compare_arms
 from treegraft.bench.plots import arm_looks, draw_plots
 from treegraft.bench.records import Record, Round, write_manifest, write_records
-from treegraft.bench.report import compare_runs, markdown
+from treegraft.bench.report import compare_runs, markdown, pairs_table
 from treegraft.bench.summary import PARTS, Row, summarize, write_summary
 from treegraft.cli import main
 

@@ -58,20 +58,3 @@ def compare_arms(folder: Path, pairs: Sequence[tuple[str, str]]) -> list[PairRow
                 found = ratio(works.get(arm), works.get(base))
                 rows.append(PairRow(arm, base, *cell, category, found.value, found.interval, found.range))
     return rows
-
-
-def pairs_table(rows: Sequence[PairRow]) -> tuple[list[str], list[list[str]]]:
-    """Columns and lines of a table: a line for each pair, temperature and length, a column for each category."""
-    categories = list(dict.fromkeys(row.category for row in rows))
-    lines: dict[tuple[str, ...], dict[str | None, str]] = {}
-    for row in rows:
-        line = f"{row.temperature:g}", str(row.max_new_tokens), f"{row.arm} / {row.base}"
-        lines.setdefault(line, {})[row.category] = _figure(row)
-    columns = ["temperature", "tokens", "arms", *(category or "all prompts" for category in categories)]
-    return columns, [[*line, *(of.get(category, "-") for category in categories)] for line, of in lines.items()]
-
-
-def _figure(row: PairRow) -> str:
-    if row.ratio is None:
-        return "-"
-    return f"{row.ratio:.2f}" + (f" [{row.interval[0]:.2f}-{row.interval[1]:.2f}]" if row.interval else "")

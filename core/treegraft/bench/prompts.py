@@ -5,7 +5,7 @@ in a line is left alone.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,11 @@ class Prompt:
 def task_of(category: str) -> str:
     """Spec-Bench's task: the category, save that MT-Bench's eight are one, `mt_bench`."""
     return "mt_bench" if category in MT_BENCH else category
+
+
+def read_all(paths: Sequence[Path], limit: int | None = None, per_task: int | None = None) -> list[Prompt]:
+    """The prompts of several files, each read as `read_prompts` reads it."""
+    return [prompt for path in paths for prompt in read_prompts(path, limit, per_task)]
 
 
 def read_prompts(path: Path, limit: int | None = None, per_task: int | None = None) -> list[Prompt]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from treegraft.bench.pairs import PairRow
 from treegraft.bench.records import read_manifest
 from treegraft.bench.summary import PARTS, SUMMARY
 from treegraft.errors import RequestError
@@ -57,7 +58,7 @@ def _verdict(summary: Mapping[str, Any], divergences: Sequence[Object]) -> list[
         columns = list(dict.fromkeys(name for each in divergences for name in each))
         shown = [[_plainly(each.get(name)) for name in columns] for each in divergences[:MAX_LISTED]]
         more = len(divergences) - len(shown)
-        parts += ["## Divergences", _table(columns, shown)]
+        parts += ["## Divergences", markdown_table(columns, shown)]
         parts += [f"... and {more} more in `divergences.jsonl`."] if more > 0 else []
     if summary["notes"]:
         parts += ["## To know before reading on", _bullets(summary["notes"])]
@@ -74,7 +75,7 @@ def _what_ran(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> list[s
     if settings:
         parts += [
             f"Settings, read back from the arms; what all of ours that draft have in common: {_plainly(shared)}.",
-            _table(
+            markdown_table(
                 ["arm", "further settings"], [[arm, _plainly(_beyond(own, shared))] for arm, own in settings.items()]
             ),
         ]
@@ -85,7 +86,7 @@ def _what_ran(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> list[s
     ]
     if searched:
         columns = ["arm", "temperature", "draft length chosen", "tokens/s by draft length"]
-        parts += ["Draft lengths of transformers' arms, searched before the run:", _table(columns, searched)]
+        parts += ["Draft lengths of transformers' arms, searched before the run:", markdown_table(columns, searched)]
     return parts
 
 
@@ -116,7 +117,7 @@ def _by_cell(summary: Mapping[str, Any]) -> list[str]:
         for arm in _arms(summary["rows"])
     ]
     title = "## Ratio to plain by temperature and length"
-    return [title, _table(["arm", *(title for title, _ in cells)], lines)]
+    return [title, markdown_table(["arm", *(title for title, _ in cells)], lines)]
 
 
 def _by_category(summary: Mapping[str, Any]) -> list[str]:
@@ -130,7 +131,7 @@ def _by_category(summary: Mapping[str, Any]) -> list[str]:
             own = {row["category"]: row for row in rows if row["arm"] == arm}
             lines.append([arm, *(_ratio(own.get(name)) for name in names)])
         counts = {row["category"]: row["num_prompts"] for row in rows}
-        parts += [f"### {title}", _table(["arm", *(f"{name} (n = {counts[name]})" for name in names)], lines)]
+        parts += [f"### {title}", markdown_table(["arm", *(f"{name} (n = {counts[name]})" for name in names)], lines)]
     return ["## Ratio to plain by category", *parts] if parts else []
 
 
@@ -143,7 +144,7 @@ def _details(summary: Mapping[str, Any]) -> list[str]:
         if told:
             columns = ["arm", "rounds", "drafted", "verified", "accepted", "emitted", "accepted by source",
                        "source calls a round"]  # fmt: skip
-            parts.append(_table(columns, [_rounds_line(row) for row in told]))
+            parts.append(markdown_table(columns, [_rounds_line(row) for row in told]))
         timed = [row for row in rows if row["time_split"] is not None]
         if timed:
             lines = [
@@ -151,14 +152,14 @@ def _details(summary: Mapping[str, Any]) -> list[str]:
                  _named(row["draft_split"], "{:.0%}")]
                 for row in timed
             ]  # fmt: skip
-            parts.append(_table(["arm", "ms a token", *PARTS, "draft by source"], lines))
+            parts.append(markdown_table(["arm", "ms a token", *PARTS, "draft by source"], lines))
         deep = [row for row in rows if row["by_depth"]]
         if deep:
             most = max(len(row["by_depth"]) for row in deep)
             lines = [[row["arm"], *(_share(*level) for level in row["by_depth"])] for row in deep]
             parts += [
                 "Accepted at each depth, of the rounds in which a node stood there below the emitted path:",
-                _table(
+                markdown_table(
                     ["arm", *map(str, range(1, most + 1))], [line + [""] * (most + 1 - len(line)) for line in lines]
                 ),
             ]
@@ -169,7 +170,7 @@ def _details(summary: Mapping[str, Any]) -> list[str]:
              str(each["num_labels"]), f"{each['expected_calibration_error']:.3f}"]
             for each in summary["calibration"]
         ]  # fmt: skip
-        parts += ["## Calibration of scores", _table(columns, lines)]
+        parts += ["## Calibration of scores", markdown_table(columns, lines)]
     return parts
 
 
@@ -192,7 +193,7 @@ def _main_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for title, of_cell in _cells(rows):
         lines = [_main_line(row) for row in of_cell if row["category"] is None]
-        parts += [f"### {title}", _table(columns, lines)]
+        parts += [f"### {title}", markdown_table(columns, lines)]
     return parts
 
 
@@ -281,6 +282,18 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
         for row in comparison.rows
     ]  # fmt: skip
     return columns, lines
+
+
+def pairs_table(rows: Sequence[PairRow]) -> tuple[list[str], list[list[str]]]:
+    """Columns and lines of a table: a line for each pair, temperature and length, a column for each category."""
+    categories = list(dict.fromkeys(row.category for row in rows))
+    lines: dict[tuple[str, ...], dict[str | None, str]] = {}
+    for row in rows:
+        line = f"{row.temperature:g}", str(row.max_new_tokens), f"{row.arm} / {row.base}"
+        figure = f"{_figure(row.ratio, '.2f')} {_span(row.interval, '.2f', '[]')}".rstrip(" -") or "-"
+        lines.setdefault(line, {})[row.category] = figure
+    columns = ["temperature", "tokens", "arms", *(category or "all prompts" for category in categories)]
+    return columns, [[*line, *(of.get(category, "-") for category in categories)] for line, of in lines.items()]
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
@@ -381,7 +394,15 @@ def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def ratio_text(ratio: Mapping[str, Any]) -> str:
+    """A `Ratio` as an object, with its interval, for a reader."""
+    if ratio["value"] is None:
+        return "-"
+    interval = ratio["interval"]
+    return f"{ratio['value']:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
+
+
+def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

@@ -14,12 +14,12 @@ from treegraft.bench.arms import Arm
 from treegraft.bench.checks import SHARED, check_shared, check_vary, shape
 from treegraft.bench.lineup import RIVALS, resolve_arms
 from treegraft.bench.manifest import of_arms, of_lineup, of_machine, of_prompts
-from treegraft.bench.prompts import Prompt, read_prompts
+from treegraft.bench.prompts import Prompt, read_all
 from treegraft.bench.records import require_packages
 from treegraft.bench.run import Bench, Plan, Task, check_same, earlier_manifest, run
 from treegraft.cli import with_debug
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, plugins_from_here, registry_options
+from treegraft.cli.options import Listed, model_options, plugins_from_here
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import chat_prompt, with_defaults
@@ -97,9 +97,7 @@ class _Bench(click.Command):
     "--vary", type=Listed(str, "a list of names"), default=(), metavar="NAME[,NAME...]",
     help=f"What arms may differ in, of {', '.join(SHARED)}; without it they must not.",
 )  # fmt: skip
-@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
-@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
-@registry_options
+@model_options
 @click.option("--json", "json_wanted", is_flag=True, help="The summary as one JSON object on stdout, and nothing else.")
 @click.pass_context
 def bench(
@@ -141,7 +139,7 @@ def bench(
     check_vary(vary)
     lineup = resolve_arms(arms, overrides, registry, plugins_from_here(modules))
     lineup = lineup.mapped(partial(with_defaults, dtype=dtype, device=device))
-    chosen = [prompt for path in prompts for prompt in read_prompts(path, limit, per_task)]
+    chosen = read_all(prompts, limit, per_task)
     earlier = earlier_manifest(out)
     settings = {
         "max_new_tokens": list(max_new_tokens), "temperatures": list(temperature), "seed": seed, "repeats": repeats,

@@ -12,7 +12,7 @@ import torch
 from treegraft.bench.costs import CONTEXTS, ROWS, cost_table, measure, num_rounds, points
 from treegraft.bench.records import require_packages
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, registry_options, resolve_options
+from treegraft.cli.options import Listed, model_options, resolve_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import with_defaults
@@ -51,9 +51,7 @@ def _positive(text: str) -> int:
     help="Committed tokens; several tell what context costs.",
 )  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=9, show_default=True, help="Rounds of each kind.")
-@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
-@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
-@registry_options
+@model_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, and nothing else.")
 def costs(
     words: Sequence[str],

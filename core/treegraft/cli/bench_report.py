@@ -7,8 +7,8 @@ from pathlib import Path
 import attrs
 import click
 
-from treegraft.bench.pairs import compare_arms, pairs_table
-from treegraft.bench.report import compare_runs, comparison_table
+from treegraft.bench.pairs import compare_arms
+from treegraft.bench.report import compare_runs, comparison_table, pairs_table
 from treegraft.cli.options import Listed
 from treegraft.cli.tables import table
 

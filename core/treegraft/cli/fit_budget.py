@@ -1,16 +1,15 @@
 """`treegraft fit budget`: weights for the budget `saba`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 import click
 
-from treegraft.bench.prompts import read_prompts
+from treegraft.bench.prompts import read_all
 from treegraft.cli.embedded import spare_threads
 from treegraft.cli.fit_edges import settings_of, texts_of
-from treegraft.cli.options import Listed, plugins_from_here, registry_options
+from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import with_defaults
@@ -46,12 +45,8 @@ from treegraft.statistics import CostModel
 @click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True, help="Optimiser steps.")
 @click.option("--costs", type=click.Path(path_type=Path), metavar="FILE", help="A cost table.  [default: measured]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
-@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file.")
-@click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
-@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
-@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
-@registry_options
+@prompt_options
+@model_options
 def budget(
     overrides: Sequence[str],
     prompts: Sequence[Path],
@@ -81,7 +76,7 @@ def budget(
 
     plugins = plugins_from_here(modules)
     if costs is not None:
-        overrides = [*overrides, f"costs={{use: file, path: {json.dumps(str(costs))}}}"]
+        overrides = [*overrides, costs_of(costs)]
     resolved = with_defaults(resolve(pipeline, overrides, registry=registry, plugins=plugins), dtype, device)
     with quiet(), progress() as report:
         spare_threads(resolved.models)
@@ -89,10 +84,7 @@ def budget(
         live = build(resolved)
         table = kept_costs(live, out)
         replayed = build(_replaying(resolved, live, table))
-        texts, unseen = (
-            texts_of(live.target, [prompt for path in files for prompt in read_prompts(path, limit, per_task)], chat)
-            for files in (prompts, held_out)
-        )
+        texts, unseen = (texts_of(live.target, read_all(files, limit, per_task), chat) for files in (prompts, held_out))
         made = {"target": live.target, **_drafters(live)}
         path = BudgetFit(
             target=live.target,

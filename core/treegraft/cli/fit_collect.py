@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 import click
 
-from treegraft.bench.prompts import Prompt, read_prompts
+from treegraft.bench.prompts import Prompt, read_all
 from treegraft.bench.records import require_packages
 from treegraft.cli.bench import token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, plugins_from_here, registry_options
+from treegraft.cli.options import Listed, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import with_defaults
@@ -51,12 +51,8 @@ REPLAYED = "costs={use: fixed}"
     help="What groups rounds into reports, which folds never split: a prompt's category, its file, or its id up to "
     "the first / or :.",
 )  # fmt: skip
-@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file.")
-@click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
-@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
-@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
-@registry_options
+@prompt_options
+@model_options
 def collect(
     overrides: Sequence[str],
     prompts: Sequence[Path],
@@ -86,7 +82,7 @@ def collect(
     from treegraft_plugins.schedulers.distilled.fit import Setup
     from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 
-    chosen = [prompt for path in prompts for prompt in read_prompts(path, limit, per_task)]
+    chosen = read_all(prompts, limit, per_task)
     plugins = plugins_from_here(modules)
     resolved = with_defaults(resolve(pipeline, overrides, registry=registry, plugins=plugins), dtype, device)
     with quiet(), progress() as report:

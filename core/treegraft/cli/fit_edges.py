@@ -1,6 +1,5 @@
 """`treegraft fit edges`: weights for the edge scorers `tdes` and `bigram`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import attrs
 import click
 
-from treegraft.bench.prompts import Prompt, read_prompts
+from treegraft.bench.prompts import Prompt, read_all
 from treegraft.cli.bench import token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, plugins_from_here, registry_options
+from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import with_defaults
@@ -65,12 +64,8 @@ from treegraft.interfaces import TargetModel
 )
 @click.option("--costs", type=click.Path(path_type=Path), metavar="FILE", help="A cost table.  [default: measured]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of everything random.")
-@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file.")
-@click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
-@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
-@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
-@registry_options
+@prompt_options
+@model_options
 def edges(
     overrides: Sequence[str],
     prompts: Sequence[Path],
@@ -116,7 +111,7 @@ def edges(
     name = _source(resolve(pipeline, overrides, registry=registry, plugins=plugins))
     fixed = [f"scheduler={{use: fixed, pattern: [{name}, null]}}", f"budget={{use: fixed, verify_nodes: {nodes}}}"]
     if costs is not None:
-        fixed.append(f"costs={{use: file, path: {json.dumps(str(costs))}}}")
+        fixed.append(costs_of(costs))
     resolved = resolve(pipeline, [*overrides, *fixed], registry=registry, plugins=plugins)
     resolved = with_defaults(resolved, dtype, device)
     with quiet(), progress() as report:
@@ -125,8 +120,8 @@ def edges(
         made = build(resolved)
         path = EdgeFit(
             pipeline=made,
-            texts=texts_of(made.target, _read(prompts, limit, per_task), chat),
-            held_out=texts_of(made.target, _read(held_out, limit, per_task), chat),
+            texts=texts_of(made.target, read_all(prompts, limit, per_task), chat),
+            held_out=texts_of(made.target, read_all(held_out, limit, per_task), chat),
             max_new_tokens=max_new_tokens,
             temperatures=tuple(temperature),
             seed=seed,
@@ -157,10 +152,6 @@ def _source(resolved: ResolvedPipeline) -> str:
             "Allowed: a pipeline of one source, whose drafter takes an edge scorer, such as ddtree.",
         )  # fmt: skip
     return takes[0]
-
-
-def _read(files: Sequence[Path], limit: int | None, per_task: int | None) -> list[Prompt]:
-    return [prompt for path in files for prompt in read_prompts(path, limit, per_task)]
 
 
 def texts_of(target: TargetModel, prompts: Sequence[Prompt], chat: bool) -> list[Any]:

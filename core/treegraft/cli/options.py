@@ -1,5 +1,6 @@
 """What several commands take: a pipeline with overrides, and where to find it."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -51,10 +52,32 @@ def registry_options(command: Command) -> Command:
     )(plugin_option(command))  # fmt: skip
 
 
+def model_options(command: Command) -> Command:
+    """Adds `--dtype D --device D --registry FILE --plugin MODULE`."""
+    dtype = click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
+    device = click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
+    return dtype(device(registry_options(command)))
+
+
+def prompt_options(command: Command) -> Command:
+    """Adds `--chat --limit N --per-task N`: how prompts are read from files."""
+    chat = click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
+    limit = click.option(
+        "--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file."
+    )  # fmt: skip
+    per_task = click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
+    return chat(limit(per_task(command)))
+
+
 def pipeline_options(command: Command) -> Command:
     """Adds `PIPELINE [KEY=VALUE ...] --registry FILE --plugin MODULE`, which `resolve_options` reads."""
     overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE ...]")
     return click.argument("pipeline")(overrides(registry_options(command)))
+
+
+def costs_of(file: Path) -> str:
+    """The override that takes a cost table from a file."""
+    return f"costs={{use: file, path: {json.dumps(str(file))}}}"
 
 
 def resolve_options(

@@ -12,10 +12,10 @@ import attrs
 import click
 
 from treegraft.bench.lineup import AGAIN, resolve_arms
-from treegraft.bench.prompts import Prompt, read_prompts
+from treegraft.bench.prompts import Prompt, read_all
 from treegraft.cli.bench import checked_plan, token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, plugins_from_here, registry_options
+from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.replay_report import Tally, label_lines, lines, round_line
@@ -82,12 +82,8 @@ class Replayed:
 @click.option(
     "--costs", type=click.Path(path_type=Path), metavar="FILE", help="A cost table: adds modelled throughput."
 )
-@click.option("--chat", is_flag=True, help="Put each prompt as a user's message into the chat template.")
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first so many prompts of each file.")
-@click.option("--per-task", type=click.IntRange(min=1), help="Of those, so many of each task.")
-@click.option("--dtype", help="Of every model that does not say its own: float32, bfloat16, ...")
-@click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
-@registry_options
+@prompt_options
+@model_options
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write every round, or every label, as a JSON line."
 )
@@ -127,7 +123,7 @@ def replay(
     if budgets is not None and (list(budgets) != sorted(budgets) or budgets[0] < 0):
         raise click.UsageError(f"--budgets {','.join(map(str, budgets))}: not ascending numbers >= 0.")
     checked_plan([max_new_tokens], temperature, seed, 1)
-    defaults = ["costs={use: fixed}"] if costs is None else [f"costs={{use: file, path: {json.dumps(str(costs))}}}"]
+    defaults = ["costs={use: fixed}"] if costs is None else [costs_of(costs)]
     if sources is not None:
         defaults.append("calibration=off")
     plugins = plugins_from_here(modules)
@@ -137,7 +133,7 @@ def replay(
         for budget in fixed
         for name, pipeline in resolved_pipelines(pipelines, overrides, defaults, budget, registry, plugins).items()
     ]
-    chosen = [prompt for path in prompts for prompt in read_prompts(path, limit, per_task)]
+    chosen = read_all(prompts, limit, per_task)
     tally = Tally(is_modelled=costs is not None or any(text.startswith("costs") for text in overrides))
     with quiet(), progress() as report, writer(out) as write:
         spare_threads({key: model for *_, pipeline in resolved for key, model in pipeline.models.items()})

@@ -7,12 +7,11 @@ from typing import Any
 import attrs
 import numpy as np
 
-from treegraft.errors import RequestError
 from treegraft.interfaces import Setting, TargetModel
 from treegraft.pipeline import Pipeline
 from treegraft.replay.recording import record, wants_of
 from treegraft.sampling import SamplingOptions
-from treegraft_plugins.collection import Collection, Progress, Text, cell_name, texts_hash
+from treegraft_plugins.collection import Collection, Progress, Text, cell_name, kept_apart, texts_hash
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.fitted import save, versions
 from treegraft_plugins.saba import report
@@ -21,7 +20,6 @@ from treegraft_plugins.saba.fit import fit_gain
 from treegraft_plugins.saba.labels import Labels, labelled
 
 SABA_FILE = "saba.safetensors"
-VALIDATION = 8  # every so many prompts, one is kept from the fit
 
 
 @attrs.frozen(kw_only=True)
@@ -62,10 +60,7 @@ class BudgetFit:
         Raises:
             RequestError: too few prompts, or a folder of another fit.
         """
-        validation = list(self.texts[::VALIDATION])
-        fitting = [text for number, text in enumerate(self.texts) if number % VALIDATION]
-        if not fitting:
-            raise RequestError("--prompts", f"{len(self.texts)} prompts", "Allowed: at least two.")
+        fitting, validation = kept_apart(self.texts)
         sets = {"fit": fitting, "validation": validation, "held out": self.held_out}
         labels = {what: self._labels(what, texts) for what, texts in sets.items()}
         most, sources = self.pipeline.parts.budget.max_verify_nodes, [source.name for source in self.pipeline.sources]

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from treegraft.bench.intervals import Work, ratio
+from treegraft.bench.report import markdown_table, ratio_text
 from treegraft.statistics import CostModel
 from treegraft.tree import Floats, Ints
 from treegraft_plugins.costs import FixedCosts
@@ -213,11 +214,11 @@ def write_report(
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
     text = ["# Budgets", "", *lines]
-    head = "| policy | tokens/s | to fixed | of oracle | rounds near it | nodes | emitted |"
+    columns = ("policy", "tokens/s", "to fixed", "of oracle", "rounds near it", "nodes", "emitted")
     for table, category in dict.fromkeys((row["costs"], row["category"]) for row in found):
         own = [row for row in found if (row["costs"], row["category"]) == (table, category)]
-        text += ["", f"## {table} costs, {category} ({own[0]['num_rounds']} rounds)", "", head, "|" + " --- |" * 7]
-        text += [f"| {' | '.join(_cells(row))} |" for row in own]
+        text += ["", f"## {table} costs, {category} ({own[0]['num_rounds']} rounds)", ""]
+        text.append(markdown_table(columns, [_cells(row) for row in own]))
     text += [
         "",
         "Policies choose in the same rounds; latencies include drafting. *Fixed* is the budget that was best on the",
@@ -230,11 +231,7 @@ def write_report(
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    value, interval = row["to_fixed"]["value"], row["to_fixed"]["interval"]
-    to_fixed = "-" if value is None else f"{value:.3f}" + (
-        f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
-    )  # fmt: skip
     return [
-        row["policy"], f"{row['tokens_per_second']:.1f}", to_fixed, f"{row['of_oracle']:.1%}",
+        row["policy"], f"{row['tokens_per_second']:.1f}", ratio_text(row["to_fixed"]), f"{row['of_oracle']:.1%}",
         f"{row['rounds_near_oracle']:.0%}", f"{row['nodes']:.1f}", f"{row['emitted']:.3f}",
     ]  # fmt: skip

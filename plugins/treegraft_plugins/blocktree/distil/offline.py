@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 import torch
 
-from treegraft.errors import RequestError
 from treegraft.interfaces import EdgeScorer
 from treegraft.pipeline import Pipeline
 from treegraft.statistics import CostModel
@@ -25,12 +24,11 @@ from treegraft_plugins.blocktree.distil.training import (
     fit_bigram,
 )
 from treegraft_plugins.blocktree.edges import FORMAT, CompatibilityScorer, IdentityScorer, Towers
-from treegraft_plugins.collection import Collection, Progress, Text, cell_name, texts_hash
+from treegraft_plugins.collection import Collection, Progress, Text, cell_name, kept_apart, texts_hash
 from treegraft_plugins.fitted import save, versions
 from treegraft_plugins.hf.training.loop import Schedule, Trainer
 
 PAPERS_BETA = 0.2
-VALIDATION = 8  # every so many prompts, one is kept from the fit
 
 
 @attrs.frozen(kw_only=True)
@@ -72,10 +70,7 @@ class EdgeFit:
         Raises:
             RequestError: too few prompts, or a folder of another fit.
         """
-        validation = list(self.texts[::VALIDATION])
-        fitting = [text for number, text in enumerate(self.texts) if number % VALIDATION]
-        if not fitting:
-            raise RequestError("--prompts", f"{len(self.texts)} prompts", "Allowed: at least two.")
+        fitting, validation = kept_apart(self.texts)
         (source,), target = self.pipeline.sources, self.pipeline.target
         traces, unseen = (self._traces(what, texts) for what, texts in (("fit", fitting), ("validation", validation)))
         self.say(f"{len(traces)} drafted parents to fit to, {len(unseen)} to validate on")

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from treegraft.bench.intervals import Ratio, Work, ratio
+from treegraft.bench.report import markdown_table, ratio_text
 from treegraft.interfaces import EdgeScorer
 from treegraft.pipeline import Pipeline
 from treegraft.replay import Outcome, outcome_of
@@ -125,7 +126,7 @@ def write_report(folder: Path, found: Sequence[Mapping[str, Any]], lines: Sequen
     for category in dict.fromkeys(row["category"] for row in found):
         own = [row for row in found if row["category"] == category]
         text += ["", f"## {category} ({own[0]['num_texts']} texts)", ""]
-        text += markdown(columns, [_cells(row) for row in own])
+        text.append(markdown_table(columns, [_cells(row) for row in own]))
     text += [
         "",
         "*Mismatched* are edges, below the first depth, to a token that the target says next under another node of the",
@@ -142,20 +143,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     speed = row["tokens_per_second"]
     return [
         row["scorer"], f"{row['beta']:g}", f"{row['mismatch_rate']:.2%}", f"{row['mismatch_change']:+.0%}",
-        f"{row['accepted']:.3f}", shown(row["accepted_ratio"]), "-" if speed is None else f"{speed:.1f}",
-        shown(row["speed_ratio"]),
+        f"{row['accepted']:.3f}", ratio_text(row["accepted_ratio"]), "-" if speed is None else f"{speed:.1f}",
+        ratio_text(row["speed_ratio"]),
     ]  # fmt: skip
-
-
-def shown(ratio: Mapping[str, Any]) -> str:
-    """A ratio with its interval."""
-    if ratio["value"] is None:
-        return "-"
-    interval = ratio["interval"]
-    return f"{ratio['value']:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
-
-
-def markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    head = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    return [*head, *(f"| {' | '.join(row)} |" for row in cells)]
