@@ -183,11 +183,8 @@ class PromptLookupGenerate(SearchedGenerate):
         }
 
 
-class AssistedGenerate(SearchedGenerate):
-    """`generate(assistant_model=middle)`, on a constant schedule; its confidence threshold stays transformers' own."""
-
-    name, source = "hf_assisted", "assistant"
-    setting, grid = "num_assistant_tokens", (2, 3, 5, 8)
+class _WithAssistant(PlainGenerate):
+    """Drafts with a model."""
 
     def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
         super().__init__(model)
@@ -196,6 +193,13 @@ class AssistedGenerate(SearchedGenerate):
     @property
     def assistant(self) -> PreTrainedModel:
         return self._assistant
+
+
+class AssistedGenerate(_WithAssistant, SearchedGenerate):
+    """`generate(assistant_model=middle)`, on a constant schedule; its confidence threshold stays transformers' own."""
+
+    name, source = "hf_assisted", "assistant"
+    setting, grid = "num_assistant_tokens", (2, 3, 5, 8)
 
     def drafting(self, request: Request) -> dict[str, Any]:
         return {"assistant_model": self._assistant}
@@ -217,7 +221,7 @@ class AssistedGenerate(SearchedGenerate):
         return {name: getattr(own, name) for name in names}
 
 
-class BlockGenerate(PlainGenerate):
+class BlockGenerate(_WithAssistant):
     """`generate(assistant_model=..., speculation_type="dflash")`: chains as long as the checkpoint's blocks.
 
     Above temperature 0 it samples them from the block's marginals, as transformers does.
@@ -225,14 +229,6 @@ class BlockGenerate(PlainGenerate):
 
     name, source = "hf_dflash", "assistant"
     drafts = True
-
-    def __init__(self, model: PreTrainedModel, assistant: PreTrainedModel):
-        super().__init__(model)
-        self._assistant = assistant
-
-    @property
-    def assistant(self) -> PreTrainedModel:
-        return self._assistant
 
     def drafting(self, request: Request) -> dict[str, Any]:
         return {"assistant_model": self._assistant, "speculation_type": "dflash"}
