@@ -35,12 +35,12 @@ def test_the_first_so_many_are_taken(tmp_path):
     assert len(read_prompts(path, limit=9)) == 5
 
 
-def test_mt_bench_is_one_task_whose_categories_take_turns(tmp_path):
+def test_tasks_take_turns_and_mt_bench_is_one_whose_categories_do(tmp_path):
     categories = ["writing"] * 3 + ["math"] * 3 + ["qa"] * 3
     rows = [{"id": number, "category": name, "turns": ["x"]} for number, name in enumerate(categories)]
     path = written(tmp_path / "tasks.jsonl", *rows)
     chosen = read_prompts(path, per_task=3)
-    assert [prompt.id for prompt in chosen] == ["0", "1", "3", "6", "7", "8"]
+    assert [prompt.id for prompt in chosen] == ["0", "6", "3", "7", "1", "8"]
     assert Counter(prompt.task for prompt in chosen) == {"mt_bench": 3, "qa": 3}
     assert [prompt.id for prompt in read_prompts(path, limit=4, per_task=2)] == ["0", "3"]
     assert {task_of(category) for category in MT_BENCH} == {"mt_bench"} and task_of("rag") == "rag"

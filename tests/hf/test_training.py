@@ -2,11 +2,13 @@
 
 import json
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from hf.families import FAMILIES, build
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -206,6 +208,34 @@ def test_other_settings_are_refused_instead_of_mixed(folder, tmp_path):
         fit_dflash(fit(folder, tmp_path, course=Course(num_windows=3, num_anchors=8)), SHAPE)
     with pytest.raises(RequestError, match="another plan"):
         fit_dflash(fit(folder, tmp_path, plan=TextPlan(length=64)), SHAPE)
+
+
+@pytest.mark.parametrize("fit_it, shape", [(fit_dflash, SHAPE), (fit_heads, HeadsShape(num_heads=3))])
+def test_a_training_may_begin_with_another_ones_weights(fit_it, shape, folder, tmp_path):
+    first = tmp_path / "first"
+    fit_it(fit(folder, first), shape)
+    still = Schedule(steps=1, learning_rate=1e-6, measure_every=1, save_every=1)
+    begun = fit(folder, tmp_path / "begun", schedule=still, start=ModelSpec(str(first), dtype="float32"))
+    fit_it(begun, shape)
+    weights = [load_file(out / "model.safetensors") for out in (first, tmp_path / "begun")]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-2, atol=1e-3)
+    with pytest.raises(RequestError, match=r"other settings \(start\)"):
+        fit_it(attrs.evolve(begun, start=None), shape)
+
+
+@pytest.mark.parametrize(
+    "fit_it, shape, other, named",
+    [
+        (fit_dflash, SHAPE, attrs.evolve(SHAPE, block_size=8), "block_size 4, asked for 8"),
+        (fit_heads, HeadsShape(num_heads=3), HeadsShape(num_heads=2), "num_heads 3, asked for 2"),
+    ],
+)
+def test_a_start_of_another_shape_is_refused_with_what_differs(fit_it, shape, other, named, folder, tmp_path):
+    fit_it(fit(folder, tmp_path / "first"), shape)
+    begun = fit(folder, tmp_path / "begun", start=ModelSpec(str(tmp_path / "first"), dtype="float32"))
+    with pytest.raises(RequestError, match=named):
+        fit_it(begun, other)
 
 
 @pytest.mark.parametrize("fit_it, shape", [(fit_dflash, SHAPE), (fit_heads, HeadsShape(num_heads=3))])

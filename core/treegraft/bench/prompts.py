@@ -60,7 +60,8 @@ def read_prompts(path: Path, limit: int | None = None, per_task: int | None = No
     Args:
         path: JSON lines in UTF-8; blank lines are skipped.
         limit: the first so many.
-        per_task: of those, so many of each task, its categories taking turns.
+        per_task: of those, so many of each task; tasks take turns, so that a run cut short has all of them, and so do
+            a task's categories.
 
     Raises:
         RequestError: the file cannot be read, or a line is no prompt; it names file and line.
@@ -107,19 +108,28 @@ def _prompt(line: str, where: str, file: str) -> Prompt:
 
 
 def _of_each_task(prompts: Iterable[Prompt], number: int) -> list[Prompt]:
-    """`number` prompts of each task, in the order of the file; a task's categories take turns."""
-    places: dict[str, int] = {}  # of a category's next prompt
+    """`number` prompts of each task, one of each after another; a task's categories take turns."""
+    in_turn = list(prompts)
+    for group in ("category", "task"):
+        in_turn = _in_turn(in_turn, group)
+    num_tasks: dict[str, int] = {}
+    chosen: list[Prompt] = []
+    for prompt in in_turn:
+        num_tasks[prompt.task] = num_tasks.get(prompt.task, 0) + 1
+        if num_tasks[prompt.task] <= number:
+            chosen.append(prompt)
+    return chosen
+
+
+def _in_turn(prompts: Iterable[Prompt], group: str) -> list[Prompt]:
+    """The first prompt of every group, then every second one, and so on."""
+    turns: dict[str, int] = {}  # of a group's next prompt
     ranked: list[tuple[int, Prompt]] = []
     for prompt in prompts:
-        places[prompt.category] = places.get(prompt.category, -1) + 1
-        ranked.append((places[prompt.category], prompt))
-    chosen: set[str] = set()
-    taken: dict[str, int] = {}
-    for _, prompt in sorted(ranked, key=lambda item: item[0]):  # stable: by turn, then by the file's order
-        if taken.setdefault(prompt.task, 0) < number:
-            taken[prompt.task] += 1
-            chosen.add(prompt.id)
-    return [prompt for _, prompt in ranked if prompt.id in chosen]
+        name = getattr(prompt, group)
+        ranked.append((turns.setdefault(name, 0), prompt))
+        turns[name] += 1
+    return [prompt for _, prompt in sorted(ranked, key=lambda item: item[0])]  # stable: the file's order within a turn
 
 
 def _near_miss(path: Path) -> str | None:

@@ -39,6 +39,11 @@ _OPTIONS = (
         metavar="DIR",
         help="The drafter's folder; the same command goes on with an interrupted training.",
     ),
+    click.option(
+        "--start",
+        metavar="PATH",
+        help="Begin with this drafter's weights: demo:*, a folder, a hub id.  [default: random]",
+    ),
     click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True, help="Optimiser steps."),
     click.option(
         "--learning-rate",
@@ -121,6 +126,7 @@ def fit_of(
     texts: Sequence[Path],
     held_out: Sequence[Path],
     out: Path,
+    start: str | None,
     steps: int,
     learning_rate: float,
     length: int,
@@ -160,5 +166,6 @@ def fit_of(
         schedule=Schedule(
             steps=steps, learning_rate=learning_rate, measure_every=measure_every, save_every=save_every, seed=seed
         ),
+        start=None if start is None else ModelSpec(start, dtype="float32"),
         report=lambda line: click.echo(line, err=True),
     )

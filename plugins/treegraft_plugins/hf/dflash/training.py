@@ -95,7 +95,8 @@ def fit_dflash(fit: Fit, shape: DFlashShape) -> None:
 
     Raises:
         ModelError: the target cannot be loaded.
-        RequestError: no text, no mask token, or a folder that holds a training with other settings.
+        RequestError: no text, no mask token, a start of another shape, or a folder that holds a training with other
+            settings.
     """
     target, tokenizer = fit.load_target()
     choices = (shape.mask_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id)
@@ -106,10 +107,15 @@ def fit_dflash(fit: Fit, shape: DFlashShape) -> None:
         )
     with torch.random.fork_rng():
         torch.manual_seed(fit.schedule.seed)
-        network = DFlashDraftModel(shape.config(target, mask_token_id)).to(target.device)
-        # Hidden states as those that the target's head is used to, channel by channel, but smaller: drafts begin flat.
-        ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, 64), device=target.device)
-    with torch.no_grad():
-        last = target(input_ids=ids, use_cache=False, output_hidden_states=[-1]).hidden_states[-1]
-        network.norm.weight.copy_(_FIRST_SCALE * last[0].float().pow(2).mean(0).sqrt())
+        network = fit.network(DFlashDraftModel, shape.config(target, mask_token_id), draft_config).to(target.device)
+        if fit.start is None:
+            _begin_flat(network, target)
     fit.run(DFlashStudent(network), target, tokenizer, attrs.asdict(shape))
+
+
+@torch.no_grad()
+def _begin_flat(network: DFlashDraftModel, target: PreTrainedModel) -> None:
+    """Hidden states as those that the target's head is used to, channel by channel, but smaller: drafts begin flat."""
+    ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, 64), device=target.device)
+    last = target(input_ids=ids, use_cache=False, output_hidden_states=[-1]).hidden_states[-1]
+    network.norm.weight.copy_(_FIRST_SCALE * last[0].float().pow(2).mean(0).sqrt())

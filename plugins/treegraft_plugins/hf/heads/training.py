@@ -46,7 +46,7 @@ def fit_heads(fit: Fit, shape: HeadsShape) -> None:
 
     Raises:
         ModelError: the target cannot be loaded.
-        RequestError: no text, or a folder that holds a training with other settings.
+        RequestError: no text, a start of another shape, or a folder that holds a training with other settings.
     """
     target, tokenizer = fit.load_target()
     of_target = target.config.get_text_config(decoder=True)
@@ -57,5 +57,6 @@ def fit_heads(fit: Fit, shape: HeadsShape) -> None:
         "num_target_layers": of_target.num_hidden_layers,
         "vocab_size": of_target.vocab_size,
     }
-    network = HeadsDraftModel(heads_config(settings, "the heads to train")).to(target.device)
+    network = fit.network(HeadsDraftModel, heads_config(settings, "the heads to train"), heads_config)
+    network = network.to(target.device)
     fit.run(HeadsStudent(network), target, tokenizer, attrs.asdict(shape))

@@ -1,23 +1,26 @@
 """What a drafter that reads the target's hidden states learns: the target's own distributions at the next places."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from treegraft.errors import ModelError, RequestError
-from treegraft_plugins.hf.loading import Loadable, load_causal_lm
+from treegraft.interfaces import ModelSpec
+from treegraft_plugins.hf.loading import Loadable, load_causal_lm, load_network
 from treegraft_plugins.hf.probe import head_is_all
 from treegraft_plugins.hf.training.corpus import Continuations, Report, TextPlan, prepared
 from treegraft_plugins.hf.training.loop import Schedule, Trainer
 from treegraft_plugins.hf.training.teacher import Lesson, Lessons, accepted_along, lesson
 from treegraft_plugins.options import number, whole
+
+Network = TypeVar("Network", bound=PreTrainedModel)
 
 
 class Student(ABC):
@@ -112,6 +115,7 @@ class Fit:
         out: the folder of the drafter, its text and the target's hidden states of it, its checkpoint and its curve.
         plan, course, schedule: which text, how it is taught, how long.
         report: where lines of progress go.
+        start: the drafter whose weights are the first ones; None for random ones.
     """
 
     target: Loadable
@@ -122,6 +126,7 @@ class Fit:
     course: Course
     schedule: Schedule
     report: Report
+    start: ModelSpec | None = None
 
     def load_target(self) -> tuple[PreTrainedModel, Any]:
         """The target, its weights frozen, and its tokenizer.
@@ -139,6 +144,36 @@ class Fit:
                 "Allowed: targets that lend their head.",
             )  # fmt: skip
         return model.requires_grad_(False), tokenizer
+
+    def network(
+        self, kind: type[Network], config: PreTrainedConfig, read: Callable[[dict[str, Any], str], PreTrainedConfig]
+    ) -> Network:
+        """The network to train: with random weights, or those of `start`, in float32.
+
+        Args:
+            kind: its class.
+            config: what it must be.
+            read: the configuration of a checkpoint's config.json, see `load_network`.
+
+        Raises:
+            ModelError: `start` cannot be loaded.
+            RequestError: it has another shape, or was made for another target.
+        """
+        if self.start is None:
+            return kind(config)
+        network = load_network(self.start, kind, read)
+        asked, found = config.to_dict(), network.config.to_dict()
+        unlike = [
+            f"{key} {found.get(key)!r}, asked for {value!r}"
+            for key, value in asked.items()
+            if key not in ("dtype", "transformers_version", "_name_or_path") and found.get(key) != value
+        ]
+        if unlike:
+            raise RequestError(
+                "start", f"{self.start.path!r} with {'; '.join(unlike)}",
+                "Allowed: a drafter for this target, of the shape that is asked for.",
+            )  # fmt: skip
+        return network.float()
 
     def run(self, student: Student, target: PreTrainedModel, tokenizer: Any, shape: Mapping[str, Any]) -> None:
         """Train, or go on where an interrupted training stopped, and write the drafter to `out`.
@@ -162,7 +197,10 @@ class Fit:
                 for temperature in sorted(set(self.plan.temperatures))
             }
 
-        settings = {"text": attrs.asdict(self.plan), "course": attrs.asdict(self.course), "shape": dict(shape)}
+        settings = {
+            "text": attrs.asdict(self.plan), "course": attrs.asdict(self.course), "shape": dict(shape),
+            "start": None if self.start is None else self.start.path,
+        }  # fmt: skip
         Trainer(
             student.network, lambda rng: self.course.loss(student, lessons, rng), measure, self.schedule,
             settings, self.out, self.report,
