@@ -14,11 +14,12 @@ from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import DistilledScheduler, scheduler
 from treegraft_plugins.schedulers.distilled.fit import Predictor
 from treegraft_plugins.schedulers.distilled.networks import Normaliser
+from treegraft_plugins.schedulers.distilled.signals import NUM_RUNTIME
 from treegraft_plugins.schedulers.distilled.weights import Header, Weights
 from treegraft_plugins.selectors import UnvisitedSelector
 
 SIGNALS = ("frontier_depth", "selected_score")
-NUM_INPUTS = 3 + 2 + 5 + len(SIGNALS)
+NUM_INPUTS = NUM_RUNTIME + 2 + 5 + len(SIGNALS)
 
 
 def setting(**changes) -> Setting:

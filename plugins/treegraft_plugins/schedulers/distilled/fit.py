@@ -9,7 +9,7 @@ Source: TreeGraft, section 4 and appendix B; there the margin is the ratio of ea
 round that can bring little is worth any time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -65,11 +65,14 @@ class World:
         rounds: N of them.
         result: what their schedules come to.
         rate: float [N], emitted tokens per ms that time is worth in the text of each round.
+        idle: bool [N], whether never calling the middle is the best fixed schedule there: then a call has to bring
+            what the middle takes to catch up, which regular calls need for one another anyway.
     """
 
     rounds: Rounds
     result: Outcome
     rate: Floats
+    idle: Bools
 
 
 def sampled_costs(measured: FixedCosts | None, setup: Setup, num: int, seed: int = 0) -> list[tuple[CostModel, bool]]:
@@ -120,8 +123,18 @@ def world(rounds: Rounds, setup: Setup, costs: CostModel, adaptive: bool) -> Wor
         rounds, costs, small=setup.small, middle=setup.middle, width=setup.width, max_nodes=setup.max_nodes,
         adaptive=adaptive,
     )  # fmt: skip
-    place = World(rounds, result, 1.0 / result.plain_ms)
+    idle = np.zeros(len(rounds), np.bool_)
+    for own in _texts(rounds):
+        idle[own] = result.take(own).best_fixed() == 0
+    place = World(rounds, result, 1.0 / result.plain_ms, idle)
     return earning(place, lambda own: float(result.take(own).fixed_rates().max()))
+
+
+def _texts(rounds: Rounds) -> Iterator[Bools]:
+    """bool [N] for each kind of text: the rounds of a report at a temperature."""
+    for report in np.unique(rounds.report):
+        for temperature in np.unique(rounds.temperature[rounds.report == report]):
+            yield (rounds.report == report) & (rounds.temperature == temperature)
 
 
 def earning(place: World, rate: Callable[[Bools], float]) -> World:
@@ -131,11 +144,9 @@ def earning(place: World, rate: Callable[[Bools], float]) -> World:
         place: N rounds.
         rate: of bool [N], the rounds of a report at a temperature -> emitted tokens per ms.
     """
-    rounds, worth = place.rounds, 1.0 / place.result.plain_ms
-    for report in np.unique(rounds.report):
-        for temperature in np.unique(rounds.temperature[rounds.report == report]):
-            own = (rounds.report == report) & (rounds.temperature == temperature)
-            worth[own] = np.maximum(worth[own], rate(own))
+    worth = 1.0 / place.result.plain_ms
+    for own in _texts(place.rounds):
+        worth[own] = np.maximum(worth[own], rate(own))
     return attrs.evolve(place, rate=worth)
 
 
@@ -152,15 +163,15 @@ def joined(places: Sequence[World]) -> World:
         field.name: np.concatenate([getattr(result, field.name) for result in results])
         for field in attrs.fields(Outcome)
     }
-    rate = np.concatenate([place.rate for place in places])
-    return World(Rounds.joined([place.rounds for place in places]), Outcome(**columns), rate)
+    rate, idle = (np.concatenate([getattr(place, name) for place in places]) for name in ("rate", "idle"))
+    return World(Rounds.joined([place.rounds for place in places]), Outcome(**columns), rate, idle)
 
 
 def state_inputs(place: World, names: Sequence[str]) -> Floats:
-    """float [N, 2^D - 1, 3 + 2 + D + S]: the state before every decision, with the signals of `names`."""
+    """float [N, 2^D - 1, 4 + 2 + D + S]: the state before every decision, with the signals of `names`."""
     rounds, result = place.rounds, place.result
     chosen = [list(CANDIDATES).index(name) for name in names]
-    columns = [result.plain_ms, result.target_ms, result.middle_ms, place.rate]
+    columns = [result.plain_ms, result.target_ms, result.middle_ms, result.missed_ms, place.rate]
     around = np.array([runtime(*row) for row in zip(*columns, strict=True)])
     inside = np.array([progress(history, rounds.steps) for history in trajectories.histories(rounds.steps)])
     shape = (len(rounds), len(inside))
@@ -209,6 +220,8 @@ class _Branch:
         """
         result = place.result
         accepted, ms = (values[:, self.schedule] - values[:, self.base] for values in (result.emitted, result.ms))
+        wakes = place.idle[:, None] & (self.base == 0) & (self.schedule != 0)
+        ms = ms + np.where(wakes, (result.ms[:, 0] - result.never_ms + result.wake_ms)[:, None], 0.0)
         calls_ms = self.rest[:, -1] * result.middle_ms[:, None]
         return np.stack([accepted, (ms - calls_ms) / result.target_ms[:, None]])
 
@@ -459,7 +472,7 @@ class Predictor:
     Attributes:
         names: the tree signals it reads.
         steps: D.
-        normaliser: of the state [3 + 2 + D + S].
+        normaliser: of the state [4 + 2 + D + S].
         weights: `w1` [I, H], `b1` [H], `w2` [H, H], `b2` [H], `w3` [H], `b3` [1].
     """
 

@@ -89,7 +89,8 @@ class DistilledScheduler(Scheduler):
         middle, header = state.sources[self._middle], self._fitted.header
         costs = state.statistics.costs
         plain_ms, target_ms = costs.target_ms([1, state.limits.verify_nodes + 1], state.position).tolist()
-        middle_ms = float(costs.source_ms(self._middle, middle.width))
+        middle_ms, wider_ms = costs.source_ms(self._middle, [middle.width, 2 * middle.width]).tolist()
+        missed_ms = (wider_ms - middle_ms) / middle.width
         ratio = target_ms / max(middle_ms, 1e-9)
         if not header.ratios[0] <= ratio <= header.ratios[1]:
             self._warn(ratio, header)
@@ -99,7 +100,7 @@ class DistilledScheduler(Scheduler):
             return self._small
         inputs = np.array(
             [
-                *runtime(plain_ms, target_ms, middle_ms, state.statistics.rate(state.position)),
+                *runtime(plain_ms, target_ms, middle_ms, missed_ms, state.statistics.rate(state.position)),
                 *progress(history, header.steps),
                 *tree_signals(state, middle, header.signals),
             ]

@@ -13,7 +13,7 @@ import numpy as np
 from treegraft.interfaces import RoundState, Source, StepRecord
 from treegraft.tree import Bools, Floats, Ints
 
-NUM_RUNTIME = 3
+NUM_RUNTIME = 4
 RATIO, SPEED = 0, 2  # places in the runtime context
 LEAST_SCORE = -30.0  # a path score (nats) below which nothing is ever verified
 
@@ -199,19 +199,21 @@ def tree_signals(state: RoundState, middle: Source, names: Sequence[str]) -> lis
     return [CANDIDATES[name](signals) for name in names]
 
 
-def runtime(plain_ms: float, target_ms: float, middle_ms: float, rate: float) -> list[float]:
-    """The runtime context (3 numbers, logarithms): what a call costs, what nodes cost, what time is worth.
+def runtime(plain_ms: float, target_ms: float, middle_ms: float, missed_ms: float, rate: float) -> list[float]:
+    """The runtime context (4 logarithms): what calls, nodes, time, and tokens to catch up with are worth.
 
     Args:
         plain_ms: latency of a target forward of one row (ms).
         target_ms: latency of one of B + 1 rows (ms).
         middle_ms: latency of a middle step of `width` rows (ms).
+        missed_ms: latency of one more row of it (ms).
         rate: emitted tokens per ms that time is worth.
 
     Source: TreeGraft, appendix B, which reads latencies themselves and the prompt's length. Those tell apart the few
     machines and datasets that were fitted to, and nothing that would hold for another one.
     """
-    return [math.log(max(value, 1e-3)) for value in (target_ms / middle_ms, target_ms / plain_ms, rate * target_ms)]
+    values = (target_ms / middle_ms, target_ms / plain_ms, rate * target_ms, rate * missed_ms)
+    return [math.log(max(value, 1e-3)) for value in values]
 
 
 def progress(history: Sequence[bool], steps: int) -> list[float]:

@@ -19,6 +19,8 @@ BUDGETS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63, 96, 128)
 """The budgets (non-root nodes) whose expected accepted tokens are recorded, as far as a pipeline's own B goes."""
 MAX_RANKS = 24
 """Accepted nodes of one tree that are recorded; longer paths are cut."""
+IDLE_ROUNDS = 10
+"""Rounds without a call that a middle is taken to have to catch up with where never calling it is best."""
 
 
 def num_states(steps: int) -> int:
@@ -121,16 +123,19 @@ class Outcome:
         ms: float [N, 2^D], modelled latency of the whole round, and of what the middle will have to catch up with.
         never_ms: float [N], latency of never calling the middle if no other round calls it either: then it never
             catches up.
-        plain_ms, target_ms, middle_ms: float [N], the runtime context: forwards of one row and of B + 1 rows, and a
-            middle step of `width` rows.
+        wake_ms: float [N], what a call takes longer that is the first in `IDLE_ROUNDS`.
+        plain_ms, target_ms, middle_ms, missed_ms: float [N], the runtime context: forwards of one row and of B + 1
+            rows, a middle step of `width` rows, and one more row of it, which every token is that it missed.
     """
 
     emitted: Floats
     ms: Floats
     never_ms: Floats
+    wake_ms: Floats
     plain_ms: Floats
     target_ms: Floats
     middle_ms: Floats
+    missed_ms: Floats
 
     def take(self, index: Ints | Bools) -> "Outcome":
         """The rounds of `index`."""
@@ -187,10 +192,12 @@ def outcome(
     """
     context = rounds.context
     plain_ms, target_ms = np.array([costs.target_ms([1, max_nodes + 1], int(tokens)) for tokens in context]).T
-    middle_ms = np.full(len(rounds), float(costs.source_ms(middle, width)))
+    step_ms, wider_ms = costs.source_ms(middle, [width, 2 * width]).tolist()
+    middle_ms, missed_ms = (np.full(len(rounds), ms) for ms in (step_ms, (wider_ms - step_ms) / width))
     drafting = rounds.source_ms(costs, small, middle)
     # Every token that the middle has not processed is a row of a later call: charged to the round that left it.
-    catching_up = costs.source_ms(middle, width + rounds.missed) - costs.source_ms(middle, width)
+    catching_up = costs.source_ms(middle, width + rounds.missed) - step_ms
+    wake_ms = costs.source_ms(middle, width + IDLE_ROUNDS * rounds.missed[:, 0]) - step_ms
     full = np.minimum(rounds.num_nodes, max_nodes)
 
     def under(budget: Ints) -> Outcome:
@@ -198,7 +205,10 @@ def outcome(
             [costs.target_ms(nodes + 1, int(tokens)) for nodes, tokens in zip(budget, context, strict=True)]
         )
         ms = drafting + forward
-        return Outcome(rounds.accepted(budget) + 1.0, ms + catching_up, ms[:, 0], plain_ms, target_ms, middle_ms)
+        return Outcome(
+            rounds.accepted(budget) + 1.0, ms + catching_up, ms[:, 0], wake_ms, plain_ms, target_ms, middle_ms,
+            missed_ms,
+        )  # fmt: skip
 
     if not adaptive:
         return under(full)
