@@ -17,7 +17,7 @@ from treegraft_plugins.options import whole
 from treegraft_plugins.saba.model import GainModel
 from treegraft_plugins.saba.signals import DRAFTED, state_signals
 
-FORMAT = 1
+FORMAT = 2
 SHELF = Shelf("weights", Path(__file__).parent / "weights", "treegraft fit budget")
 GRID = (*range(65), *range(80, 513, 16))
 """Budgets to choose from: all where a tree begins, so that none misses a kink of the costs, then the paper's own."""

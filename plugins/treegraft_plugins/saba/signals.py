@@ -16,9 +16,11 @@ DRAFTED = ("mean_top1", "chain_prob", "entropy", "adjacent_cosine", "repeated_ar
 
 OWN = ("recent_accepted", "last_accepted", "context", "expected_4", "expected_16", "expected_all")
 """What every round has: draft tokens kept in the last rounds (moving average) and in the last one; the logarithm of the
-committed tokens; what the tree's own scores expect of its best 4 and 16 nodes, and of all that may be verified."""
+committed tokens; those of what the tree's own scores expect of its best 4 and 16 nodes, and of all that may be
+verified: what a budget brings is, in the main, some share of it."""
 
 SIGNALS = (*DRAFTED, *OWN)
+_LEAST_EXPECTED = 0.01  # draft tokens: fewer are as good as none
 
 
 def state_signals(state: RoundState, tree: DraftTree, names: Sequence[str]) -> Floats:
@@ -32,9 +34,9 @@ def state_signals(state: RoundState, tree: DraftTree, names: Sequence[str]) -> F
         "recent_accepted": max(acceptance.emitted_per_round - 1.0, 0.0),
         "last_accepted": acceptance.last_accepted,
         "context": np.log1p(state.position),
-        "expected_4": expected[:5][-1],
-        "expected_16": expected[:17][-1],
-        "expected_all": expected[-1],
+        "expected_4": np.log(max(expected[:5][-1], _LEAST_EXPECTED)),
+        "expected_16": np.log(max(expected[:17][-1], _LEAST_EXPECTED)),
+        "expected_all": np.log(max(expected[-1], _LEAST_EXPECTED)),
     }
     for step in state.steps:
         said.update(step.expansion.signals)
