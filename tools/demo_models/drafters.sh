@@ -4,14 +4,17 @@
 # Usage: drafters.sh WORK       (needs treegraft installed, and one core)
 #
 # Writes the corpus to WORK/texts, and a drafter each to WORK/dflash and WORK/heads; what a wheel carries are their
-# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/.
+# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/. The block drafter is trained in two
+# rounds, the second on more text: the rate falls at the end of each.
 set -e
 here=$(dirname "$0")
 work=$1
 python "$here/texts.py" "$work/texts"
 common="--target demo:target --text $work/texts/train --held-out $work/texts/held_out --gamma 2"
-treegraft fit dflash $common --out "$work/dflash" --steps "${DFLASH_STEPS:-1700}" --length 384 --num-windows 256 \
-    --num-continued 1536 --num-held-out 24 --batch 4 --anchors 96 --label-temperature 0.8 --learning-rate 0.02 \
-    --measure-every 750 --save-every 100 \
-    --target-layer 1 --target-layer 4 --target-layer 7 --target-layer 9 --target-layer 11
+dflash="$common --length 384 --num-windows 256 --num-held-out 24 --batch 4 --anchors 96 --label-temperature 0.8
+    --learning-rate 0.02 --save-every 100
+    --target-layer 1 --target-layer 4 --target-layer 7 --target-layer 9 --target-layer 11"
+treegraft fit dflash $dflash --out "$work/dflash-first" --steps 1700 --num-continued 1536 --measure-every 750
+treegraft fit dflash $dflash --out "$work/dflash" --start "$work/dflash-first" --steps "${DFLASH_STEPS:-3500}" \
+    --num-continued 2048 --measure-every 500
 treegraft fit heads $common --out "$work/heads" --steps "${HEADS_STEPS:-240}" --measure-every 120 --save-every 40

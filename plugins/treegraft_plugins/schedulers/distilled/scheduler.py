@@ -1,29 +1,28 @@
 """The scheduler that a value system was distilled into."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 
 from treegraft.errors import ComposeError, SchedulerWarning
 from treegraft.interfaces import RoundState, Scheduler, Setting
+from treegraft_plugins.fitted import AUTO, Shelf
 from treegraft_plugins.options import one_of, switch
 from treegraft_plugins.schedulers.distilled.signals import progress, runtime, tree_signals
 from treegraft_plugins.schedulers.distilled.weights import (
     ABLATIONS,
-    SHIPPED,
     VALUE_ONLINE,
     Header,
     Weights,
-    read_header,
     read_weights,
 )
 from treegraft_plugins.schedulers.gain_over_cost import GainOverCostScheduler
 
-AUTO = "auto"
+SHELF = Shelf("scheduler.weights", Path(__file__).parent / "weights", "treegraft fit scheduler")
 
 
 @attrs.define(eq=False)
@@ -136,66 +135,41 @@ def choose(weights: str, setting: Setting, ablation: str | None = None) -> tuple
     """The file of weights to use, or None and why not.
 
     Args:
-        weights: "auto", a name of shipped weights or a file.
+        weights: "auto", a name of shipped weights or a file; only the first asks for those of the pipeline's own pair.
         setting: the pipeline.
-        ablation: what they must have been fitted as.
+        ablation: what they must have been fitted as; None takes the whole system where weights are "auto".
 
     Raises:
         ComposeError: named weights that do not fit, or an ablation without weights.
     """
     ranks = [source.rank for source in setting.sources.values()]
     countable = len(ranks) == 2 and len(set(ranks)) == 2
-    problem = None if countable else f"it schedules two sources of different rank, and finds ranks {ranks}"
-    if weights == AUTO:
-        path, problem = (None, problem) if problem else _shipped_for(setting, ablation)
-        if path is None and ablation is not None:
-            raise ComposeError(
-                "scheduler.ablation", f"{ablation!r}: {problem}", "Allowed: weights that were fitted as this ablation.",
-                "Fit them: treegraft fit scheduler DIR... --ablations --out NAME.safetensors; then say "
-                f"scheduler.weights=NAME-{ablation}.safetensors.",
-            )  # fmt: skip
-        return path, problem
-    path = SHIPPED / f"{weights}.safetensors"
-    path = path if path.is_file() else Path(weights)
-    try:
-        header = read_header(path)
-    except ValueError as error:
+    unserved = None if countable else f"it schedules two sources of different rank, and finds ranks {ranks}"
+    is_auto = weights == AUTO
+
+    def unfit(said: Mapping[str, Any]) -> str | None:
+        return unserved or _unfit(Header.of(said), setting, ablation, is_auto)
+
+    path, why_not = (None, unserved) if is_auto and unserved else SHELF.choose(weights, unfit)
+    if path is None and ablation is not None:
         raise ComposeError(
-            "scheduler.weights", str(error),
-            "Allowed: auto, a file made by treegraft fit scheduler, or shipped weights: "
-            f"{', '.join(_shipped()) or 'none'}.",
-        ) from error  # fmt: skip
-    problem = problem or _unfit(header, setting)
-    if problem is None and ablation not in (None, header.ablation):
-        problem = f"fitted as {header.ablation or 'the whole system'}, not as the ablation {ablation}"
-    if problem is not None:
-        raise ComposeError(
-            "scheduler.weights", f"{weights!r}: {problem}", None,
-            "Fit weights for this pipeline, or write weights: auto.",
+            "scheduler.ablation", f"{ablation!r}: {why_not}", "Allowed: weights that were fitted as this ablation.",
+            "Fit them: treegraft fit scheduler DIR... --ablations --out NAME.safetensors; then say "
+            f"scheduler.weights=NAME-{ablation}.safetensors.",
         )  # fmt: skip
-    return path, None
+    return path, why_not
 
 
-def _shipped() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(SHIPPED.glob("*.safetensors"))}
-
-
-def _shipped_for(setting: Setting, ablation: str | None) -> tuple[Path | None, str | None]:
-    """The shipped weights that were fitted to this pipeline's pair, as the whole system or as an ablation of it."""
-    pair = (setting.target, setting.sources[by_rank(setting)[1]].model)
-    for name, path in _shipped().items():
-        header = read_header(path)
-        if header.ablation == ablation and pair in header.pairs:
-            unfit = _unfit(header, setting)
-            return (path, None) if unfit is None else (None, f"weights {name}: {unfit}")
-    return None, f"no weights are shipped for {' + '.join(part or 'a model without a name' for part in pair)}"
-
-
-def _unfit(header: Header, setting: Setting) -> str | None:
+def _unfit(header: Header, setting: Setting, ablation: str | None, is_auto: bool) -> str | None:
     """Why weights do not suit a pipeline, or None."""
+    middle = setting.sources[by_rank(setting)[1]]
+    if is_auto and (setting.target, middle.model) not in header.pairs:
+        return f"fitted for {', '.join(map(' + '.join, header.pairs))}"
+    if header.ablation != ablation and (is_auto or ablation is not None):
+        return f"fitted as {_fitted_as(header.ablation)}, not as {_fitted_as(ablation)}"
     found = {
         "steps (D)": (setting.steps, header.steps),
-        "width (W) of the middle": (setting.sources[by_rank(setting)[1]].width, header.width),
+        "width (W) of the middle": (middle.width, header.width),
         "verify_nodes (B)": (setting.verify_nodes, header.max_nodes),
     }
     for name, (value, fitted) in found.items():
@@ -204,3 +178,7 @@ def _unfit(header: Header, setting: Setting) -> str | None:
     if setting.vocab_size is not None and setting.vocab_size not in header.vocab_sizes:
         return f"fitted for vocabularies of {header.vocab_sizes} tokens, not {setting.vocab_size}"
     return None
+
+
+def _fitted_as(ablation: str | None) -> str:
+    return "the whole system" if ablation is None else f"the ablation {ablation}"

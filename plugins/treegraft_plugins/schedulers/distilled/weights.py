@@ -15,7 +15,6 @@ from treegraft_plugins.schedulers.distilled.networks import Networks, Normaliser
 from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 
 FORMAT = 3
-SHIPPED = Path(__file__).parent / "weights"
 VALUE_ONLINE, ONE_SIGNAL, ALL_SIGNALS = ABLATIONS = ("value_online", "one_signal", "all_signals")
 """What is fitted beside the whole system, to see what each of its parts is worth."""
 
