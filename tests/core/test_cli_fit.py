@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import treegraft
 from treegraft.cli import main
 from treegraft_plugins.schedulers.distilled.collect import read_collection
+from treegraft_plugins.schedulers.distilled.trajectories import COLUMNS
 from treegraft_plugins.schedulers.distilled.weights import ABLATIONS, read_weights
 
 PROMPTS = {
@@ -56,6 +58,22 @@ def test_a_collection_says_what_it_was_made_of_and_is_not_made_again(collected):
     parts = {path: path.stat().st_mtime_ns for path in collected.rglob("*.parquet")}
     assert collect(collected).exit_code == 0
     assert {path: path.stat().st_mtime_ns for path in parts} == parts
+
+
+def test_a_cost_table_goes_into_the_manifest_whichever_way_it_is_given_and_changes_no_label(collected, tmp_path):
+    table = {"target": {"1": 3.0, "64": 9.0}, "sources": {"small": 0.1, "middle": 2.0}, "context_ms": 0.5}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(table))
+    for number, (args, costs) in enumerate(
+        ((("--costs", file), "steps=2"), ((), f"costs={{use: file, path: {json.dumps(str(file))}}}"))
+    ):
+        result = collect(tmp_path / str(number), *args, costs=costs)
+        assert result.exit_code == 0, result.output
+        said, rounds = read_collection(tmp_path / str(number))
+        assert said.costs["target"]["64"] == 9.0 and said.costs["context_ms"] == 0.5
+        _, others = read_collection(collected)
+        for name in COLUMNS:
+            assert np.array_equal(getattr(rounds, name), getattr(others, name)), name
 
 
 @pytest.mark.parametrize(

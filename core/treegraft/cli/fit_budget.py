@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import attrs
 import click
 
 from treegraft.bench.prompts import read_all
@@ -12,12 +11,9 @@ from treegraft.cli.fit_edges import settings_of, texts_of
 from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
+from treegraft.cli.replaying import drafters, replaying
 from treegraft.cli.run import with_defaults
-from treegraft.compose import ResolvedPipeline, build, resolve
-from treegraft.interfaces import Drafter
-from treegraft.pipeline import Pipeline
-from treegraft.replay import ReplayTarget
-from treegraft.statistics import CostModel
+from treegraft.compose import build, resolve
 
 
 @click.command()
@@ -83,9 +79,9 @@ def budget(
         report("loading models", 0, 1)
         live = build(resolved)
         table = kept_costs(live, out)
-        replayed = build(_replaying(resolved, live, table))
+        replayed = build(replaying(resolved, live, table))
         texts, unseen = (texts_of(live.target, read_all(files, limit, per_task), chat) for files in (prompts, held_out))
-        made = {"target": live.target, **_drafters(live)}
+        made = {"target": live.target, **drafters(live)}
         path = BudgetFit(
             target=live.target,
             pipeline=replayed,
@@ -104,15 +100,3 @@ def budget(
         ).run()
     click.echo(path.read_text())
     click.echo(f"weights: {out}/saba.safetensors; report: {path}", err=True)
-
-
-def _drafters(pipeline: Pipeline) -> dict[str, Drafter]:
-    """By key path."""
-    return {f"sources.{source.name}.draft": source.drafter for source in pipeline.sources}
-
-
-def _replaying(resolved: ResolvedPipeline, live: Pipeline, costs: CostModel) -> ResolvedPipeline:
-    """The pipeline with `live`'s drafters, fixed costs, and a target that replays what `live`'s has decoded."""
-    given = {"target": ReplayTarget(live.target), "costs": costs, **_drafters(live)}
-    parts = {path: attrs.evolve(part, given=given.get(path, part.given)) for path, part in resolved.parts.items()}
-    return attrs.evolve(resolved, parts=parts)

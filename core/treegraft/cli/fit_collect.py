@@ -3,27 +3,23 @@
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import attrs
 import click
 
 from treegraft.bench.prompts import Prompt, read_all
 from treegraft.bench.records import require_packages
 from treegraft.cli.bench import token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, model_options, plugins_from_here, prompt_options
+from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
+from treegraft.cli.replaying import replaying
 from treegraft.cli.run import with_defaults
-from treegraft.compose import ResolvedPipeline, build, resolve
+from treegraft.compose import build, resolve
 from treegraft.errors import RequestError
 from treegraft.pipeline import Pipeline
-from treegraft.replay.recording import ReplayTarget
 
 DATASETS = ("category", "file", "id")
-REPLAYED = "costs={use: fixed}"
-"""What makes a run a function of its text."""
 
 
 @click.command()
@@ -51,6 +47,10 @@ REPLAYED = "costs={use: fixed}"
     help="What groups rounds into reports, which folds never split: a prompt's category, its file, or its id up to "
     "the first / or :.",
 )  # fmt: skip
+@click.option(
+    "--costs", type=click.Path(path_type=Path), metavar="FILE",
+    help="A cost table, such as `bench costs` measures, for the manifest.  [default: measured]",
+)  # fmt: skip
 @prompt_options
 @model_options
 def collect(
@@ -63,6 +63,7 @@ def collect(
     seed: int,
     every: int,
     dataset: str,
+    costs: Path | None,
     chat: bool,
     limit: int | None,
     per_task: int | None,
@@ -78,20 +79,21 @@ def collect(
     goes on with an interrupted collection. The cost table measured at the start goes into DIR/manifest.json.
     """
     require_packages()
+    from treegraft_plugins.costs import FixedCosts
     from treegraft_plugins.schedulers.distilled import collect as parts
     from treegraft_plugins.schedulers.distilled.fit import Setup
     from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
 
     chosen = read_all(prompts, limit, per_task)
     plugins = plugins_from_here(modules)
+    if costs is not None:
+        overrides = [*overrides, costs_of(costs)]
     resolved = with_defaults(resolve(pipeline, overrides, registry=registry, plugins=plugins), dtype, device)
     with quiet(), progress() as report:
         spare_threads(resolved.models)
         report("loading models", 0, 1)
         live = build(resolved)
-        replayed = build(
-            _replaying(resolve(pipeline, [*overrides, REPLAYED], registry=registry, plugins=plugins), live)
-        )
+        replayed = build(replaying(resolved, live, FixedCosts()))  # no label depends on costs
         small, middle = _small_and_middle(live)
         texts = [
             parts.Text(
@@ -120,14 +122,6 @@ def collect(
         )  # fmt: skip
         parts.collect(live, replayed, texts, manifest, out, report)
     click.echo(f"{out}: {len(texts) * len(manifest.temperatures)} continuations of {manifest.pair}", err=True)
-
-
-def _replaying(resolved: ResolvedPipeline, live: Pipeline) -> ResolvedPipeline:
-    """The pipeline with `live`'s drafters, and a target that replays what `live`'s has decoded."""
-    given: dict[str, Any] = {f"sources.{source.name}.draft": source.drafter for source in live.sources}
-    given["target"] = ReplayTarget(live.target)
-    parts = {path: attrs.evolve(part, given=given.get(path, part.given)) for path, part in resolved.parts.items()}
-    return attrs.evolve(resolved, parts=parts)
 
 
 def _small_and_middle(pipeline: Pipeline) -> tuple[str, str]:
