@@ -34,7 +34,8 @@ def pipelines():
 
 def manifest(**changes) -> Manifest:
     said = {
-        "target": "toy", "middle": "table", "vocab_size": V, "setup": Setup("small", "middle", width=2, max_nodes=8),
+        "target": "toy", "middle": "table", "small": "", "vocab_size": V,
+        "setup": Setup("small", "middle", width=2, max_nodes=8),
         "pipeline": {"calibration": "on", "sources": {"small": {"rank": 0}, "middle": {"rank": 1}}}, "steps": 2,
         "max_new_tokens": NUM_TOKENS, "every": 1, "temperatures": TEMPERATURES, "seed": 3, "signals": tuple(CANDIDATES),
         "prompts": prompts_hash(TEXTS), "costs": {"target": 1.0, "sources": {"small": 0.0, "middle": 0.5}},

@@ -316,8 +316,8 @@ def test_rounds_round_trip(tmp_path):
 def header(**changes) -> Header:
     return attrs.evolve(
         Header(
-            signals=(SPEAKING,), steps=2, pairs=(("target", "middle"),), vocab_sizes=(7,), ratios=(1.0, 40.0), width=10,
-            max_nodes=63, ablation=None, versions={"treegraft": "0"},
+            signals=(SPEAKING,), steps=2, pairs=(("target", "middle"),), small="", vocab_sizes=(7,),
+            ratios=(1.0, 40.0), width=10, max_nodes=63, ablation=None, versions={"treegraft": "0"},
         ),
         **changes,
     )  # fmt: skip

@@ -30,8 +30,8 @@ def setting(**changes) -> Setting:
 def save(path, margin=1.0, **changes) -> None:
     """Weights whose predictor says `margin`, whatever it is shown."""
     header = Header(
-        signals=SIGNALS, steps=5, pairs=(("t", "m"),), vocab_sizes=(7,), ratios=(1.0, 40.0), width=10, max_nodes=63,
-        ablation=None, versions={},
+        signals=SIGNALS, steps=5, pairs=(("t", "m"),), small="", vocab_sizes=(7,), ratios=(1.0, 40.0), width=10,
+        max_nodes=63, ablation=None, versions={},
     )  # fmt: skip
     flat = {"w1": (NUM_INPUTS, 4), "b1": (4,), "w2": (4, 4), "b2": (4,), "w3": (4,)}
     arrays = {name: np.zeros(shape, np.float32) for name, shape in flat.items()} | {
@@ -72,6 +72,10 @@ def test_the_sign_of_the_margin_decides(shipped, margin, name):
     [
         ({"target": "other"}, "no weights that ship fit"),
         ({"steps": 4}, "fitted for steps .D. 5, not 4"),
+        (
+            {"sources": {"small": SourceSetting("t", 10, 10, 0), "middle": SourceSetting("m", 10, 10, 1)}},
+            "fitted for small drafters of model '', not 't'",
+        ),
         ({"verify_nodes": 20}, "fitted for verify_nodes .B. 63, not 20"),
         ({"vocab_size": 9}, "fitted for vocabularies of"),
         ({"sources": {"small": SourceSetting("", 10, 10, 0)}}, "it schedules two sources of different rank"),

@@ -17,6 +17,7 @@ from treegraft.cli.replaying import replaying
 from treegraft.cli.run import with_defaults
 from treegraft.compose import build, resolve
 from treegraft.errors import RequestError
+from treegraft.interfaces import Source
 from treegraft.pipeline import Pipeline
 
 DATASETS = ("category", "file", "id")
@@ -103,11 +104,11 @@ def collect(
         ]
         manifest = parts.Manifest(
             target=live.target.model_name,
-            middle=next(source for source in live.sources if source.name == middle).drafter.model_name,
+            middle=middle.drafter.model_name,
+            small=small.drafter.model_name,
             vocab_size=live.target.vocab_size,
             setup=Setup(
-                small, middle, next(source.width for source in live.sources if source.name == middle),
-                live.parts.budget.max_verify_nodes,
+                small.name, middle.name, middle.width, live.parts.budget.max_verify_nodes
             ),
             pipeline={key: resolved.config[key] for key in ("sources", "pruner", "calibration")},
             steps=live.parts.steps,
@@ -124,14 +125,14 @@ def collect(
     click.echo(f"{out}: {len(texts) * len(manifest.temperatures)} continuations of {manifest.pair}", err=True)
 
 
-def _small_and_middle(pipeline: Pipeline) -> tuple[str, str]:
+def _small_and_middle(pipeline: Pipeline) -> tuple[Source, Source]:
     ranked = sorted(pipeline.sources, key=lambda source: source.rank)
     if len(ranked) != 2 or ranked[0].rank == ranked[1].rank:
         raise RequestError(
             f"--pipeline {pipeline.name}", f"{len(ranked)} sources of ranks {[source.rank for source in ranked]}",
             "Allowed: a pipeline of two sources, the middle's rank above the small one's.",
         )  # fmt: skip
-    return ranked[0].name, ranked[1].name
+    return ranked[0], ranked[1]
 
 
 def _dataset(prompt: Prompt, by: str) -> str:

@@ -57,7 +57,7 @@ class Manifest:
     """What a collection was made with; two that differ cannot share a folder.
 
     Attributes:
-        target, middle: names of the models.
+        target, middle, small: names of the models; a lookup's is "".
         vocab_size: V.
         setup: names and sizes that decisions and costs depend on.
         pipeline: whatever else labels depend on: `sources`, `pruner` and `calibration`, as the registry has them.
@@ -72,6 +72,7 @@ class Manifest:
 
     target: str
     middle: str
+    small: str
     vocab_size: int
     setup: Setup
     pipeline: dict[str, Any]

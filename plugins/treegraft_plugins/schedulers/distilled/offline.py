@@ -200,6 +200,7 @@ def _fitted(
         signals=names,
         steps=material.rounds.steps,
         pairs=tuple(dict.fromkeys((each.target, each.middle) for each in manifests)),
+        small=manifests[0].small,
         vocab_sizes=tuple(dict.fromkeys(each.vocab_size for each in manifests)),
         ratios=RATIOS,
         width=manifests[0].setup.width,
@@ -214,7 +215,7 @@ def _fitted(
 def _check_alike(folders: Sequence[Path], manifests: Sequence[Manifest]) -> None:
     first = manifests[0]
     for folder, other in zip(folders, manifests, strict=True):
-        found = first.difference(other, ("steps", "setup", "pipeline"))
+        found = first.difference(other, ("steps", "small", "setup", "pipeline"))
         if found is not None:
             name, expected, said = found
             raise RequestError(

@@ -162,19 +162,20 @@ def choose(weights: str, setting: Setting, ablation: str | None = None) -> tuple
 
 def _unfit(header: Header, setting: Setting, ablation: str | None, is_auto: bool) -> str | None:
     """Why weights do not suit a pipeline, or None."""
-    middle = setting.sources[by_rank(setting)[1]]
+    small, middle = (setting.sources[name] for name in by_rank(setting))
     if is_auto and (setting.target, middle.model) not in header.pairs:
         return f"fitted for {', '.join(map(' + '.join, header.pairs))}"
     if header.ablation != ablation and (is_auto or ablation is not None):
         return f"fitted as {_fitted_as(header.ablation)}, not as {_fitted_as(ablation)}"
     found = {
+        "small drafters of model": (small.model, header.small),
         "steps (D)": (setting.steps, header.steps),
         "width (W) of the middle": (middle.width, header.width),
         "verify_nodes (B)": (setting.verify_nodes, header.max_nodes),
     }
     for name, (value, fitted) in found.items():
         if value is not None and value != fitted:
-            return f"fitted for {name} {fitted}, not {value}"
+            return f"fitted for {name} {fitted!r}, not {value!r}"
     if setting.vocab_size is not None and setting.vocab_size not in header.vocab_sizes:
         return f"fitted for vocabularies of {header.vocab_sizes} tokens, not {setting.vocab_size}"
     return None

@@ -27,6 +27,7 @@ class Header:
         signals: tree signals that they read.
         steps: D.
         pairs: (target, middle), by name, of the models whose rounds they were fitted to.
+        small: the name of the small source's model, "" of a lookup.
         vocab_sizes: V of those targets.
         ratios: smallest and largest t_target / t_middle.
         width, max_nodes: W of the middle and B.
@@ -38,6 +39,7 @@ class Header:
     signals: tuple[str, ...]
     steps: int
     pairs: tuple[tuple[str, str], ...]
+    small: str
     vocab_sizes: tuple[int, ...]
     ratios: tuple[float, float]
     width: int
@@ -54,6 +56,7 @@ class Header:
                 signals=tuple(said["signals"]),
                 steps=int(said["steps"]),
                 pairs=tuple((str(target), str(middle)) for target, middle in said["pairs"]),
+                small=str(said["small"]),
                 vocab_sizes=tuple(map(int, said["vocab_sizes"])),
                 ratios=(float(said["ratios"][0]), float(said["ratios"][1])),
                 width=int(said["width"]),
