@@ -95,22 +95,32 @@ def test_what_the_middle_missed_is_paid_for_unless_it_is_never_called():
     assert result.rate(result.oracle()) >= result.fixed_rates().max()
 
 
-def test_where_never_calling_is_best_a_call_must_also_bring_what_the_middle_has_to_catch_up_with():
-    """A first call there takes in the tokens of all the rounds before it; a text that calls anyway pays them once."""
-    missed = np.tile([4, 1, 1, 1], (6, 1))
-    costs = {"target": 70.0, "sources": {"small": 0.5, "middle": {10: 4.0, 510: 504.0}}}
+@attrs.frozen
+class Qualities:
+    """A value system that says the same of every round."""
+
+    steps: int
+    names: tuple[str, ...]
+    said: np.ndarray  # [2^D - 1, 2]
+
+    def quality(self, state, fold):
+        return np.broadcast_to(self.said, (len(state), *self.said.shape))
+
+
+def test_where_never_calling_is_best_a_first_call_must_also_bring_what_the_middle_has_to_catch_up_with():
+    """It takes in the tokens of all the rounds before it; a text that calls anyway pays for them once."""
+    missed = np.tile([1, 1, 1, 1], (6, 1))
+    costs = FixedCosts(target=70.0, sources={"small": 0.5, "middle": {10: 4.0, 110: 4.07}})
+    system = Qualities(2, (), np.array([[0.3, 0.9], [0.0, 0.6], [0.1, 0.5]]))  # states: first; skipped; called
     for gain, is_idle in ((0, True), (20, False)):
         some = rounds(6)
         ranks = np.zeros_like(some.ranks)
         ranks[:, 2:, :gain] = np.arange(gain) + 1
-        some = attrs.evolve(some, missed=missed, ranks=ranks)
-        place = fit.world(some, SETUP, FixedCosts(**costs), adaptive=False)
+        place = fit.world(attrs.evolve(some, missed=missed, ranks=ranks), SETUP, costs, adaptive=False)
         assert place.idle.tolist() == [is_idle] * 6
-        branch = fit._Branch.of(some.steps, True)
-        latency = branch.targets(place)[1] * 70.0
-        first = [row for row, history in enumerate(branch.base) if history == 0 and branch.rest[row, -1] == 1]
-        owed = 40.0 if is_idle else -4.0  # ten rounds' tokens; or the round's own, which a call spares the next one
-        assert np.allclose(latency[:, first], -0.5 + 1.0 + owed)
+        owed = np.where(place.idle, place.rate * 0.07, 0.0)[:, None]
+        wanted = [0.9 - owed - np.maximum(0.3 - owed, 0.0), 0.6 - owed, np.full((6, 1), 0.4)]
+        assert np.allclose(fit.margins(system, [place], np.zeros(6, np.int64))[0], np.hstack(wanted))
 
 
 def test_an_adaptive_budget_is_the_best_one_at_the_better_endpoint_s_rate():

@@ -220,8 +220,6 @@ class _Branch:
         """
         result = place.result
         accepted, ms = (values[:, self.schedule] - values[:, self.base] for values in (result.emitted, result.ms))
-        wakes = place.idle[:, None] & (self.base == 0) & (self.schedule != 0)
-        ms = ms + np.where(wakes, (result.ms[:, 0] - result.never_ms + result.wake_ms)[:, None], 0.0)
         calls_ms = self.rest[:, -1] * result.middle_ms[:, None]
         return np.stack([accepted, (ms - calls_ms) / result.target_ms[:, None]])
 
@@ -457,11 +455,17 @@ def select_signals(
 
 
 def margins(system: ValueSystem, worlds: Sequence[World], fold: Ints) -> Floats:
-    """float [worlds, N, 2^D - 1]: the best surplus (tokens) if called, less that if skipped; out of fold, clipped."""
+    """float [worlds, N, 2^D - 1]: the best surplus (tokens) if called, less that if skipped; out of fold, clipped.
+
+    In an idle text a round's first call must also bring what waking the middle up takes.
+    """
+    is_first = np.array([not any(history) for history in trajectories.histories(system.steps)])
     found = []
     for place in worlds:
-        quality = system.quality(state_inputs(place, system.names), fold)
-        found.append(np.clip(quality[..., 1] - quality[..., 0], -MAX_MARGIN, MAX_MARGIN))
+        skip, call = np.moveaxis(system.quality(state_inputs(place, system.names), fold), -1, 0)
+        owed = np.where(place.idle, place.rate * place.result.wake_ms, 0.0)[:, None] * is_first
+        margin = call - owed - np.maximum(skip - owed, 0.0)  # never calling again, whose surplus is 0, owes nothing
+        found.append(np.clip(margin, -MAX_MARGIN, MAX_MARGIN))
     return np.stack(found)
 
 

@@ -19,7 +19,7 @@ BUDGETS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63, 96, 128)
 """The budgets (non-root nodes) whose expected accepted tokens are recorded, as far as a pipeline's own B goes."""
 MAX_RANKS = 24
 """Accepted nodes of one tree that are recorded; longer paths are cut."""
-IDLE_ROUNDS = 10
+IDLE_ROUNDS = 100
 """Rounds without a call that a middle is taken to have to catch up with where never calling it is best."""
 
 
