@@ -3,14 +3,13 @@
     python benchmarks/decision.py [--weights FILE] [--rounds 30]
 
 Timed on the states of real rounds of the demo pair on library text: a whole decision with its signals, the predictor
-alone, and every candidate signal by itself. Without FILE the weights are random ones that read the six signals of the
-paper's released weights: what they say does not matter here. Medians; run it on a quiet machine.
+alone, and every candidate signal by itself. Without FILE the weights are those that ship. Costs are those of a cheap middle,
+so that it is called. Medians; run it on a quiet machine.
 """
 
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,13 +22,12 @@ import torch
 import treegraft
 from treegraft.interfaces import RoundState
 from treegraft.pipeline import Pipeline
-from treegraft_plugins.schedulers.distilled.fit import Predictor
-from treegraft_plugins.schedulers.distilled.networks import HIDDEN, Normaliser
+from treegraft_plugins.schedulers.distilled.scheduler import SHELF
 from treegraft_plugins.schedulers.distilled.signals import CANDIDATES, tree_signals
-from treegraft_plugins.schedulers.distilled.weights import Header, Weights, read_weights
+from treegraft_plugins.schedulers.distilled.weights import read_weights
 
 STEPS, REPEATS = 5, 20
-COSTS = "costs={use: fixed, target: {1: 5.0, 64: 13.0}, sources: {small: 0.6, middle: {1: 2.2, 32: 4.0}}}"
+COSTS = "costs={use: fixed, target: 10.0, sources: {small: 0.01, middle: 0.6}}"
 
 
 def main() -> int:
@@ -38,13 +36,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        path = options.weights or random_weights(Path(folder) / "random.safetensors")
-        pipeline = treegraft.load(
-            "treegraft", COSTS, f"scheduler={{use: distilled, weights: '{path}'}}",
-            "budget={use: fixed, verify_nodes: 63}",
-        )  # fmt: skip
-        weights = read_weights(path)
+    path = options.weights or SHELF.folder / "demo.safetensors"
+    pipeline = treegraft.load(
+        "treegraft", COSTS, f"scheduler={{use: distilled, weights: '{path}'}}", "budget={use: fixed, verify_nodes: 63}"
+    )
+    weights = read_weights(path)
     states = states_of(pipeline, options.rounds)
     scheduler, middle = pipeline.parts.scheduler, pipeline.sources[-1]
     overhead.report("decision_ms", median_ms(scheduler.decide, states), 0.1)
@@ -53,23 +49,6 @@ def main() -> int:
     for name in CANDIDATES:
         overhead.report(f"signal_{name}_ms", median_ms(lambda state, n=name: tree_signals(state, middle, [n]), states))
     return 1 if overhead.failed else 0
-
-
-def random_weights(path: Path) -> Path:
-    """Weights for the demo pair that know nothing."""
-    signals = tuple(CANDIDATES)[:6]
-    num_inputs = 5 + 2 + STEPS + len(signals)
-    rng = np.random.default_rng(0)
-    shapes = {"w1": (num_inputs, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, HIDDEN), "b2": (HIDDEN,), "w3": (HIDDEN,)}
-    layers = {name: rng.normal(0.0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
-    layers["b3"] = np.zeros(1, np.float32)
-    normaliser = Normaliser(np.zeros(num_inputs, np.float32), np.ones(num_inputs, np.float32))
-    header = Header(
-        signals=signals, steps=STEPS, pairs=(("demo:target", "demo:middle"),), vocab_sizes=(4096,), ratios=(1.0, 40.0),
-        width=10, max_nodes=63, ablation=None, versions={},
-    )  # fmt: skip
-    Weights(header, Predictor(signals, STEPS, normaliser, layers)).save(path)
-    return path
 
 
 def states_of(pipeline: Pipeline, num_rounds: int) -> list[RoundState]:
