@@ -3,8 +3,8 @@
     python benchmarks/decision.py [--weights FILE] [--rounds 30]
 
 Timed on the states of real rounds of the demo pair on library text: a whole decision with its signals, the predictor
-alone, and every candidate signal by itself. Without FILE the weights are those that ship. Costs are those of a cheap middle,
-so that it is called. Medians; run it on a quiet machine.
+alone, and every candidate signal by itself. Without FILE the weights are those that ship. Costs are those of a cheap
+middle, so that it is called. Medians; run it on a quiet machine.
 """
 
 import argparse
