@@ -108,11 +108,17 @@ def fastest(state: RoundState, budgets: Ints, gain: Floats) -> BudgetChoice:
         budgets: int [G].
         gain: float64 [G], draft tokens expected to be accepted under each.
     """
-    costs = state.statistics.costs
-    drafting_ms = sum(float(costs.source_ms(step.source, step.num_rows)) for step in state.steps if len(step.positions))
-    cost_ms = costs.target_ms(budgets + 1, state.position) + drafting_ms
+    cost_ms = round_ms(state, budgets)
     best = int(((1.0 + gain) / np.maximum(cost_ms, _LEAST_MS)).argmax())
     return BudgetChoice(int(budgets[best]), float(gain[best]), float(cost_ms[best]))
+
+
+def round_ms(state: RoundState, budgets: Ints) -> Floats:
+    """float64 [G]: modelled latency (ms) of the whole round under each of `budgets` [G], drafting included."""
+    costs = state.statistics.costs
+    drafting_ms = sum(float(costs.source_ms(step.source, step.num_rows)) for step in state.steps if len(step.positions))
+    total: Floats = costs.target_ms(budgets + 1, state.position) + drafting_ms
+    return total
 
 
 _LEAST_MS = 1e-9  # of a round under tables in which nothing costs anything

@@ -92,10 +92,13 @@ def test_saba_is_the_arg_max_over_its_grid_by_brute_force(tmp_path_factory, tree
     scale, kappa = np.exp(np.clip(log_g, -6, 4)), np.exp(np.clip(log_kappa, -3, 8))
     alpha = np.exp(np.clip(log_alpha, -1.6, 0.7))
     sizes = [min(nodes, len(tree) - 1) for nodes in grid or range(64)]
-    gains = {nodes: scale * (1 - np.exp(-((nodes / kappa) ** alpha))) for nodes in sizes}
-    best = max(rate(state, nodes, gain)[0] for nodes, gain in gains.items())
+    scores = sorted(tree.path_score[1:].tolist(), reverse=True)
+    expected = {nodes: sum(np.exp(scores[:nodes])) for nodes in sizes}
+    gains = {nodes: scale * (1 - np.exp(-((expected[nodes] / kappa) ** alpha))) for nodes in sizes}
+    worth = state.statistics.rate(state.position)
+    surplus = {nodes: gain - worth * rate(state, nodes, gain)[1] for nodes, gain in gains.items()}
     assert chosen.nodes in gains
-    assert rate(state, chosen.nodes, gains[chosen.nodes])[0] == pytest.approx(best)
+    assert surplus[chosen.nodes] == pytest.approx(max(surplus.values()))
     assert chosen.gain == pytest.approx(gains[chosen.nodes]) and policy.verify_nodes(state, tree) == chosen.nodes
     assert chosen.cost_ms == pytest.approx(rate(state, chosen.nodes, 0.0)[1])
     assert policy.max_nodes(state) == (grid or (63,))[-1]

@@ -132,7 +132,7 @@ def test_the_mean_gain_of_every_budget_is_recovered_for_each_state():
     helps, found = synthetic(seed=1)
     assert fitted().names == OWN
     x = found.signals[:, len(DRAFTED) :].astype(np.float64)
-    predicted = fitted()(x, BUDGETS)
+    predicted = fitted()(x, found.expecting(np.tile(BUDGETS, (len(found), 1))))
     truth = found.accepted(np.tile(BUDGETS, (len(found), 1)))
     for state in (helps, ~helps):
         np.testing.assert_allclose(predicted[state].mean(0), truth[state].mean(0), atol=0.4)
@@ -173,7 +173,7 @@ def own_model():
 
 
 def test_policies_of_the_report_choose_what_the_budgets_choose_online(monkeypatch):
-    online = {"rule": [], "saba": []}
+    online, rates = {"rule": [], "saba": []}, []
     rule, saba = ExpectedGainBudget(MOST), SABABudget(MOST)
     saba._model = own_model()
     label = LabellingBudget.verify_nodes
@@ -181,6 +181,7 @@ def test_policies_of_the_report_choose_what_the_budgets_choose_online(monkeypatc
     def watched(self, state, tree):
         online["rule"].append(rule.choose(state, tree))
         online["saba"].append(saba.choose(state, tree))
+        rates.append(state.statistics.rate(state.position))
         return label(self, state, tree)
 
     monkeypatch.setattr(LabellingBudget, "verify_nodes", watched)
@@ -188,11 +189,22 @@ def test_policies_of_the_report_choose_what_the_budgets_choose_online(monkeypatc
     found = Labels.joined([labelled(some, recording((1, 2), 60, 1.0), BUDGETS, np.random.default_rng(0))])
     place = report.Costed.of(found, np.array(below(GRID, MOST)), COSTS, ["dflash"])
     assert place.expected_gain().tolist() == [choice.nodes for choice in online["rule"]]
-    nodes, gain = place.saba(own_model())
+    nodes, gain = place.saba_at(own_model(), np.array(rates))
     assert nodes.tolist() == [choice.nodes for choice in online["saba"]]
     np.testing.assert_allclose(gain, [choice.gain for choice in online["saba"]], rtol=1e-4)
     np.testing.assert_allclose(place.totals(nodes)[1], [choice.cost_ms for choice in online["saba"]])
     assert len(set(nodes.tolist())) > 1
+
+
+def test_the_report_settles_where_time_earns_what_the_choices_make_of_it():
+    found = synthetic(400)[1]
+    place = report.Costed.of(found, np.array(below(GRID, MOST)), COSTS, ["dflash"])
+    nodes, _ = place.saba(fitted())
+    again, _ = place.saba_at(fitted(), place._rates(nodes))
+    np.testing.assert_allclose(place._rates(again), place._rates(nodes), rtol=0.02)
+    emitted, ms = place.totals(nodes)
+    own = found.text == 3
+    assert place._rates(nodes)[own] == pytest.approx(emitted[own].sum() / ms[own].sum())
 
 
 def test_the_oracle_is_the_best_of_all_choices_by_brute_force():

@@ -55,13 +55,16 @@ def fit_gain(
     nodes = np.minimum(budgets[budgets > 0], labels.num_nodes[:, None])
     mean, std = x.mean(0), np.maximum(x.std(0), 0.05)
     inputs = torch.from_numpy(np.clip((x - mean) / std, -CLIP, CLIP)).float()
-    sizes, wanted = torch.from_numpy(nodes).float(), torch.from_numpy(labels.accepted(nodes)).float()
+    expected, wanted = (
+        torch.from_numpy(labels.expecting(nodes)).float(),
+        torch.from_numpy(labels.accepted(nodes)).float(),
+    )
     generator = torch.Generator().manual_seed(seed)
     layers = {
         "w1": torch.randn(len(names), hidden, generator=generator) * (2.0 / max(len(names), 1)) ** 0.5,
         "b1": torch.zeros(hidden),
         "w2": torch.randn(hidden, len(LOG_LIMITS), generator=generator) * 0.1 / hidden**0.5,
-        "b2": torch.tensor([float(np.log(max(labels.accepted(nodes[:, -1]).mean(), 0.05))), 2.0, -0.2]),
+        "b2": torch.tensor([2.0, 2.0, 0.0]),  # for small E, E itself
     }
     decayed = [layer.requires_grad_() for name, layer in layers.items() if name in ("w1", "w2")]
     others = [layer.requires_grad_() for name, layer in layers.items() if name not in ("w1", "w2")]
@@ -70,7 +73,7 @@ def fit_gain(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, num_steps)
     for _ in range(num_steps):
         rows = torch.randint(len(inputs), (min(batch, len(inputs)),), generator=generator)
-        predicted = _gains(layers, inputs[rows], sizes[rows]).clamp(min=1e-4)
+        predicted = _gains(layers, inputs[rows], expected[rows]).clamp(min=1e-4)
         loss = (predicted - wanted[rows] * predicted.log()).mean()
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -80,8 +83,8 @@ def fit_gain(
     return GainModel(names, {"mean": mean, "std": std, **arrays})
 
 
-def _gains(layers: dict[str, torch.Tensor], x: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """[B, G]: the curve of `GainModel` at `nodes` [B, G], of normalised signals [B, S]."""
+def _gains(layers: dict[str, torch.Tensor], x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[B, G]: the curve of `GainModel` at `expected` [B, G], of normalised signals [B, S]."""
     out = torch.relu(x @ layers["w1"] + layers["b1"]) @ layers["w2"] + layers["b2"]
     gain, kappa, alpha = (out[:, place].clamp(low, high).exp()[:, None] for place, (low, high) in enumerate(LOG_LIMITS))
-    return gain * -torch.expm1(-((nodes / kappa) ** alpha))
+    return gain * -torch.expm1(-((expected / kappa) ** alpha))

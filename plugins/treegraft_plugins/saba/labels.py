@@ -108,6 +108,10 @@ class Labels:
         kept: Ints = ((ranks > 0) & (ranks <= np.asarray(nodes)[..., None])).sum(-1)
         return kept
 
+    def expecting(self, nodes: Ints) -> Floats:
+        """float64 [N, G]: draft tokens that the trees' scores expect of the best `nodes` [N, G]."""
+        return np.take_along_axis(self.expected, nodes, axis=1).astype(np.float64)
+
     def emitted(self, nodes: Ints) -> Ints:
         """int64 [N, ...]: tokens that those rounds emit."""
         left = self.left.reshape(-1, *(1,) * (np.ndim(nodes) - 1))

@@ -18,6 +18,7 @@ from treegraft_plugins.saba.labels import Labels
 from treegraft_plugins.saba.model import GainModel
 
 ALL = "all"
+SETTLED = 4  # passes until choices and the rate that they reach agree
 OWN = "own"
 
 
@@ -85,14 +86,31 @@ class Costed:
         return _at(nodes, ((1.0 + self.labels.expected) / ms).argmax(-1))
 
     def saba(self, model: GainModel) -> tuple[Ints, Floats]:
-        """The model's choice, and the draft tokens that it expects of it; the rule's where a signal is missing."""
+        """The model's choice, and the draft tokens that it expects of it; the rule's where a signal is missing.
+
+        Time earns in every text what these choices make of it, as a request finds out by itself.
+        """
+        nodes, gain = self.saba_at(model, self._rates(self.expected_gain()))
+        for _ in range(SETTLED):
+            nodes, gain = self.saba_at(model, self._rates(nodes))
+        return nodes, gain
+
+    def saba_at(self, model: GainModel, rate: Floats) -> tuple[Ints, Floats]:
+        """The same where time earns `rate` [N] tokens per ms."""
         x = columns(self.labels, model.names)
         missing = np.isnan(x).any(-1)
-        gains = model(np.where(missing[:, None], 0.0, x), self.nodes)
-        best = ((1.0 + gains) / self.ms).argmax(-1)
+        gains = model(np.where(missing[:, None], 0.0, x), self.labels.expecting(self.nodes))
+        best = (gains - rate[:, None] * self.ms).argmax(-1)
         rule = self.expected_gain()
         expected = self.labels.expected[np.arange(len(rule)), rule]
         return np.where(missing, rule, _at(self.nodes, best)), np.where(missing, expected, _at(gains, best))
+
+    def _rates(self, nodes: Ints) -> Floats:
+        """float64 [N]: tokens per ms of each round's text where `nodes` [N] are verified."""
+        _, text = np.unique(self.labels.text, return_inverse=True)
+        emitted, ms = (np.bincount(text, values) for values in self.totals(nodes))
+        rates: Floats = (emitted / ms)[text]
+        return rates
 
     def oracle(self) -> Ints:
         """In hindsight, the budgets of the grid that together make the most tokens per ms.
