@@ -201,7 +201,7 @@ def test_the_report_settles_where_time_earns_what_the_choices_make_of_it():
     place = report.Costed.of(found, np.array(below(GRID, MOST)), COSTS, ["dflash"])
     nodes, _ = place.saba(fitted())
     again, _ = place.saba_at(fitted(), place._rates(nodes))
-    np.testing.assert_allclose(place._rates(again), place._rates(nodes), rtol=0.02)
+    np.testing.assert_allclose(place._rates(again), place._rates(nodes), rtol=0.05)
     emitted, ms = place.totals(nodes)
     own = found.text == 3
     assert place._rates(nodes)[own] == pytest.approx(emitted[own].sum() / ms[own].sum())
