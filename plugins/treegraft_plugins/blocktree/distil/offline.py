@@ -93,7 +93,7 @@ class EdgeFit:
         for kind in tables:
             beta = report.best(chosen, kind).beta
             save(self.out / files[kind], weights[kind], {**header, "kind": kind, "beta": beta})
-            found = f"beta {beta:g} has the greatest accepted length" if beta else "no beta beats the drafter alone"
+            found = f"beta {beta:g} is the best" if beta else "no beta beats the drafter alone"
             lines.append(f"- {kind}: {found} on {len(validation)} other prompts.")
         judged = self._judged("reporting", self.held_out, scorers, digest.hexdigest())
         kinds = [text.category for text in self.held_out for _ in self.temperatures]

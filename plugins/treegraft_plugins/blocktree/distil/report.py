@@ -22,6 +22,8 @@ from treegraft_plugins.blocktree.distil.traces import mismatches, watched_rounds
 from treegraft_plugins.collection import Arrays, Text
 
 ALL = "all"
+TIED = 0.01
+"""Share of the accepted length by which a few prompts cannot tell one beta from another."""
 COLUMNS = ("mismatched", "edges", "emitted", "rounds", "ms")
 
 
@@ -69,13 +71,15 @@ class Judgement:
 
 
 def best(judgements: Sequence[Judgement], scorer: str) -> Judgement:
-    """The judgement of a scorer, the identity being every scorer's at beta = 0, that has the greatest accepted length.
+    """The judgement of a scorer, the identity being every scorer's at beta = 0, to take.
 
-    Of equals the one of the smallest beta.
+    Of those whose accepted length is the greatest or within `TIED` of it, the one with the fewest mismatched edges.
     """
-    own = [each for each in judgements if each.scorer in (scorer, "identity")]
     everything = slice(None)
-    return max(sorted(own, key=lambda each: each.beta), key=lambda each: each.accepted(everything))
+    own = [each for each in judgements if each.scorer in (scorer, "identity")]
+    least = (1.0 - TIED) * max(each.accepted(everything) for each in own)
+    tied = [each for each in own if each.accepted(everything) >= least]
+    return min(tied, key=lambda each: (each.sums(everything)["mismatched"], each.beta))
 
 
 def rows(judgements: Sequence[Judgement], categories: Sequence[str]) -> list[dict[str, Any]]:
