@@ -184,7 +184,7 @@ def test_it_learns_what_the_target_follows_each_token_by(tmp_path):
     curve = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     assert curve[-1]["distribution"] < 0.5 * curve[-1]["distribution before"]
     assert curve[-1]["agreement"] > curve[-1]["agreement before"]
-    assert re.search(r"tdes: beta (0\.3|1) has the greatest accepted length on 2 other prompts", path.read_text())
+    assert re.search(r"tdes: beta (0\.3|1) is the best on 2 other prompts", path.read_text())
     assert {row["category"] for row in json.loads((tmp_path / "report.json").read_text())} == {"all", "even", "odd"}
 
 
@@ -252,6 +252,14 @@ def test_the_best_beta_has_the_greatest_accepted_length_and_zero_where_nothing_b
               judgement("bigram", 0.2, 1.5)]  # fmt: skip
     assert best(judged, "tdes").beta == 0.2
     assert best(judged, "bigram").beta == 0.0
+
+
+@pytest.mark.parametrize(("accepted", "beta"), [(2.49, 0.4), (2.46, 0.2)])
+def test_of_betas_that_accept_about_as_much_the_one_with_the_fewest_mismatched_edges_is_best(accepted, beta):
+    fewer = judgement("tdes", 0.4, accepted)
+    fewer.figures[:, 0] /= 2
+    judged = [judgement("identity", 0.0, 2.0), judgement("tdes", 0.2, 2.5), fewer]
+    assert best(judged, "tdes").beta == beta
 
 
 def test_rows_compare_with_the_identity_on_the_same_texts():

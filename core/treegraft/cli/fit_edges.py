@@ -97,8 +97,8 @@ def edges(
 ) -> None:
     """Fit the edge scorers `tdes` and `bigram` to what the target says under drafted trees, and report their worth.
 
-    DIR then holds tdes.safetensors and bigram.safetensors, each with the beta that gives the greatest accepted length
-    on the validation prompts, and report.md: mismatched edges, accepted length and modelled throughput against beta.
+    DIR then holds tdes.safetensors and bigram.safetensors, each with the beta that is best on the validation prompts,
+    and report.md: mismatched edges, accepted length and modelled throughput against beta.
     """
     if not all(beta > 0 for beta in betas):
         raise RequestError("--betas", ",".join(f"{beta:g}" for beta in betas), "Allowed: numbers > 0.")

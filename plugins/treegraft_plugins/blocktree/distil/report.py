@@ -64,6 +64,11 @@ class Judgement:
         """Totals over the texts `rows`."""
         return dict(zip(COLUMNS, self.figures[rows].sum(0).tolist(), strict=True))
 
+    def mismatched(self, rows: Any) -> float:
+        """Share of the edges that are mismatched."""
+        sums = self.sums(rows)
+        return sums["mismatched"] / max(sums["edges"], 1.0)
+
     def accepted(self, rows: Any) -> float:
         """Mean tokens emitted a round, the target's own included."""
         sums = self.sums(rows)
@@ -79,7 +84,7 @@ def best(judgements: Sequence[Judgement], scorer: str) -> Judgement:
     own = [each for each in judgements if each.scorer in (scorer, "identity")]
     least = (1.0 - TIED) * max(each.accepted(everything) for each in own)
     tied = [each for each in own if each.accepted(everything) >= least]
-    return min(tied, key=lambda each: (each.sums(everything)["mismatched"], each.beta))
+    return min(tied, key=lambda each: (each.mismatched(everything), each.beta))
 
 
 def rows(judgements: Sequence[Judgement], categories: Sequence[str]) -> list[dict[str, Any]]:
