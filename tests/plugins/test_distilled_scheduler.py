@@ -140,6 +140,16 @@ def test_an_ablation_without_weights_is_refused_with_the_command_that_makes_them
         DistilledScheduler(ablation="no_signals")
 
 
+def test_under_a_table_that_knows_of_no_costs_it_falls_back_without_a_warning(shipped):
+    save(shipped / "pair.safetensors", margin=1.0)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    free = attrs.evolve(state(), statistics=Statistics(FixedCosts(), AcceptanceStats(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert distilled.decide(free) == distilled._fallback.decide(free)
+
+
 @pytest.mark.parametrize("ratio", [0.5, 41.0])
 def test_a_cost_ratio_outside_the_fitted_range_warns_once_and_falls_back(shipped, ratio):
     save(shipped / "pair.safetensors", margin=1.0)

@@ -90,7 +90,9 @@ class DistilledScheduler(Scheduler):
         plain_ms, target_ms = costs.target_ms([1, state.limits.verify_nodes + 1], state.position).tolist()
         middle_ms, wider_ms = costs.source_ms(self._middle, [middle.width, 2 * middle.width]).tolist()
         missed_ms = (wider_ms - middle_ms) / middle.width
-        ratio = target_ms / max(middle_ms, 1e-9)
+        if middle_ms <= 0:
+            return self._fallback.decide(state)  # a table that knows of no costs is no machine's, and no news either
+        ratio = target_ms / middle_ms
         if not header.ratios[0] <= ratio <= header.ratios[1]:
             self._warn(ratio, header)
             return self._fallback.decide(state)
