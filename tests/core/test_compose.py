@@ -512,7 +512,7 @@ def test_a_users_file_is_laid_over_the_packaged_registry(tmp_path, monkeypatch):
     registry = Registry.read()
     assert registry.files == (packaged_registry(), own)
     mine = registry.composed("mine", Overrides()).pipelines["mine"]
-    assert (mine["steps"], mine["costs"], mine["scheduler"]) == (2, {"use": "fixed"}, {"use": "gain_over_cost"})
+    assert (mine["steps"], mine["costs"], mine["scheduler"]) == (2, {"use": "fixed"}, {"use": "distilled"})
     other = tmp_path / "other.yaml"
     other.write_text("models: {target: mine}")
     assert Registry.read(other).files == (packaged_registry(), other), "a named file takes the place of ./registry.yaml"

@@ -80,7 +80,6 @@ def collect(
     goes on with an interrupted collection. The cost table measured at the start goes into DIR/manifest.json.
     """
     require_packages()
-    from treegraft_plugins.costs import FixedCosts
     from treegraft_plugins.schedulers.distilled import collect as parts
     from treegraft_plugins.schedulers.distilled.fit import Setup
     from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
@@ -94,7 +93,7 @@ def collect(
         spare_threads(resolved.models)
         report("loading models", 0, 1)
         live = build(resolved)
-        replayed = build(replaying(resolved, live, FixedCosts()))  # no label depends on costs
+        replayed = build(replaying(resolved, live, parts.FREE))
         small, middle = _small_and_middle(live)
         texts = [
             parts.Text(

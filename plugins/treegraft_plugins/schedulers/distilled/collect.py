@@ -32,6 +32,8 @@ from treegraft_plugins.schedulers.distilled.trajectories import BUDGETS, MAX_RAN
 
 MANIFEST, PARTS = "manifest.json", "parts"
 FORMAT = 2
+FREE = FixedCosts()
+"""What rounds are replayed under, for no label to depend on costs: all of B is verified."""
 Progress = Callable[[str, int, int], None]
 
 
