@@ -189,7 +189,7 @@ def test_policies_of_the_report_choose_what_the_budgets_choose_online(monkeypatc
     found = Labels.joined([labelled(some, recording((1, 2), 60, 1.0), BUDGETS, np.random.default_rng(0))])
     place = report.Costed.of(found, np.array(below(GRID, MOST)), COSTS, ["dflash"])
     assert place.expected_gain().tolist() == [choice.nodes for choice in online["rule"]]
-    nodes, gain = place.saba_at(own_model(), np.array(rates))
+    nodes, gain = place.saba_by_rate(own_model())(np.array(rates))
     assert nodes.tolist() == [choice.nodes for choice in online["saba"]]
     np.testing.assert_allclose(gain, [choice.gain for choice in online["saba"]], rtol=1e-4)
     np.testing.assert_allclose(place.totals(nodes)[1], [choice.cost_ms for choice in online["saba"]])
@@ -200,7 +200,7 @@ def test_the_report_settles_where_time_earns_what_the_choices_make_of_it():
     found = synthetic(400)[1]
     place = report.Costed.of(found, np.array(below(GRID, MOST)), COSTS, ["dflash"])
     nodes, _ = place.saba(fitted())
-    again, _ = place.saba_at(fitted(), place._rates(nodes))
+    again, _ = place.saba_by_rate(fitted())(place._rates(nodes))
     np.testing.assert_allclose(place._rates(again), place._rates(nodes), rtol=0.05)
     emitted, ms = place.totals(nodes)
     own = found.text == 3

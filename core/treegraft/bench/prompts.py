@@ -109,27 +109,19 @@ def _prompt(line: str, where: str, file: str) -> Prompt:
 
 def _of_each_task(prompts: Iterable[Prompt], number: int) -> list[Prompt]:
     """`number` prompts of each task, one of each after another; a task's categories take turns."""
-    in_turn = list(prompts)
-    for group in ("category", "task"):
-        in_turn = _in_turn(in_turn, group)
-    num_tasks: dict[str, int] = {}
-    chosen: list[Prompt] = []
-    for prompt in in_turn:
-        num_tasks[prompt.task] = num_tasks.get(prompt.task, 0) + 1
-        if num_tasks[prompt.task] <= number:
-            chosen.append(prompt)
-    return chosen
+    by_category = [prompt for _, prompt in _in_turn(prompts, "category")]
+    return [prompt for turn, prompt in _in_turn(by_category, "task") if turn < number]
 
 
-def _in_turn(prompts: Iterable[Prompt], group: str) -> list[Prompt]:
-    """The first prompt of every group, then every second one, and so on."""
+def _in_turn(prompts: Iterable[Prompt], group: str) -> list[tuple[int, Prompt]]:
+    """The first prompt of every group, then every second one, and so on, each with the number of its turn."""
     turns: dict[str, int] = {}  # of a group's next prompt
     ranked: list[tuple[int, Prompt]] = []
     for prompt in prompts:
         name = getattr(prompt, group)
         ranked.append((turns.setdefault(name, 0), prompt))
         turns[name] += 1
-    return [prompt for _, prompt in sorted(ranked, key=lambda item: item[0])]  # stable: the file's order within a turn
+    return sorted(ranked, key=lambda item: item[0])  # stable: the order of `prompts` within a turn
 
 
 def _near_miss(path: Path) -> str | None:

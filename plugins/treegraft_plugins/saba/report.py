@@ -1,7 +1,7 @@
 """What budgets are worth on the same rounds: the fitted one, the training-free rule, the best fixed one, the oracle."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +90,25 @@ class Costed:
 
         Time earns in every text what these choices make of it, as a request finds out by itself.
         """
-        nodes, gain = self.saba_at(model, self._rates(self.expected_gain()))
+        choose = self.saba_by_rate(model)
+        nodes, gain = choose(self._rates(self.expected_gain()))
         for _ in range(SETTLED):
-            nodes, gain = self.saba_at(model, self._rates(nodes))
+            nodes, gain = choose(self._rates(nodes))
         return nodes, gain
 
-    def saba_at(self, model: GainModel, rate: Floats) -> tuple[Ints, Floats]:
-        """The same where time earns `rate` [N] tokens per ms."""
+    def saba_by_rate(self, model: GainModel) -> Callable[[Floats], tuple[Ints, Floats]]:
+        """The same as a function of what time earns, [N] tokens per ms."""
         x = columns(self.labels, model.names)
         missing = np.isnan(x).any(-1)
         gains = model(np.where(missing[:, None], 0.0, x), self.labels.expecting(self.nodes))
-        best = (gains - rate[:, None] * self.ms).argmax(-1)
         rule = self.expected_gain()
-        expected = self.labels.expected[np.arange(len(rule)), rule]
-        return np.where(missing, rule, _at(self.nodes, best)), np.where(missing, expected, _at(gains, best))
+        expected = _at(self.labels.expected, rule)
+
+        def choose(rate: Floats) -> tuple[Ints, Floats]:
+            best = (gains - rate[:, None] * self.ms).argmax(-1)
+            return np.where(missing, rule, _at(self.nodes, best)), np.where(missing, expected, _at(gains, best))
+
+        return choose
 
     def _rates(self, nodes: Ints) -> Floats:
         """float64 [N]: tokens per ms of each round's text where `nodes` [N] are verified."""

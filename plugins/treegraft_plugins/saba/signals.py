@@ -29,14 +29,14 @@ def state_signals(state: RoundState, tree: DraftTree, names: Sequence[str]) -> F
     Source: GRAFT (SABA); what the tree's scores expect is treegraft's own, for trees of any sources.
     """
     acceptance = state.statistics.acceptance
-    expected = expected_accepted(tree, state.limits.verify_nodes)
+    expected = np.log(np.maximum(expected_accepted(tree, state.limits.verify_nodes), _LEAST_EXPECTED))
     said = {
         "recent_accepted": max(acceptance.emitted_per_round - 1.0, 0.0),
         "last_accepted": acceptance.last_accepted,
         "context": np.log1p(state.position),
-        "expected_4": np.log(max(expected[:5][-1], _LEAST_EXPECTED)),
-        "expected_16": np.log(max(expected[:17][-1], _LEAST_EXPECTED)),
-        "expected_all": np.log(max(expected[-1], _LEAST_EXPECTED)),
+        "expected_4": expected[:5][-1],
+        "expected_16": expected[:17][-1],
+        "expected_all": expected[-1],
     }
     for step in state.steps:
         said.update(step.expansion.signals)

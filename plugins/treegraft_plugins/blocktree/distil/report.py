@@ -94,11 +94,9 @@ def rows(judgements: Sequence[Judgement], categories: Sequence[str]) -> list[dic
     found = []
     for category in (ALL, *dict.fromkeys(categories)):
         own = np.ones(len(of), bool) if category == ALL else of == category
-        base = identity.sums(own)
+        base_rate = identity.mismatched(own)
         for each in judgements:
-            sums = each.sums(own)
-            rate = sums["mismatched"] / max(sums["edges"], 1.0)
-            base_rate = base["mismatched"] / max(base["edges"], 1.0)
+            sums, rate = each.sums(own), each.mismatched(own)
             length, speed = _ratio(each, identity, own, "rounds"), _ratio(each, identity, own, "ms")
             found.append(
                 {
