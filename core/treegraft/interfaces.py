@@ -592,9 +592,6 @@ class Scheduler(ABC):
         C2. The answer is a function of the state it is given.
     """
 
-    signals: ClassVar[tuple[str, ...]] = ()
-    """Names of what it reads beyond the tree: "gain" for the statistics' gains per option, or expansion signals."""
-
     @abstractmethod
     def decide(self, state: RoundState) -> str | None:
         """The source that drafts next, or None to stop growing (before the first step: no drafting this round)."""
@@ -619,8 +616,6 @@ class BudgetPolicy(ABC):
         B2. `choose` allows what `verify_nodes` allows.
     """
 
-    signals: ClassVar[tuple[str, ...]] = ()
-    """As a scheduler's."""
     max_verify_nodes: int
     """B, the most non-root nodes it ever allows (the constructor argument `verify_nodes`)."""
 

@@ -17,7 +17,6 @@ def learn(
     verdict: Verdict,
     tokens: tuple[int, ...],
     verification_ms: float,
-    gains: bool,
 ) -> None:
     """Update the pipeline's statistics.
 
@@ -27,11 +26,10 @@ def learn(
         verdict: what became of it.
         tokens: what was emitted.
         verification_ms: measured latency of all that was not drafting (ms).
-        gains: whether the gains of the round's steps are wanted.
     """
     costs, acceptance = state.statistics.costs, state.statistics.acceptance
     costs.record_target(len(pruned), state.position, verification_ms)
-    if gains:
+    if acceptance.are_options_read:
         _learn_gains(state, tokens)
     if len(state.tree) > 1:
         _learn_edges(state, tokens)

@@ -161,8 +161,7 @@ class Pipeline:
             num_top=max((source.drafter.wants.num_top for source in self.sources), default=0),
             hidden_layers=tuple(sorted({i for source in self.sources for i in source.drafter.wants.hidden_layers})),
         )
-        signals = frozenset(scheduler.signals) | frozenset(budget.signals)
-        self.parts = Parts(target, scheduler, budget, pruner, verifier, steps, wants, signals)
+        self.parts = Parts(target, scheduler, budget, pruner, verifier, steps, wants)
         costs.bind(target, self.sources)
 
     @property

@@ -75,7 +75,7 @@ class Request:
 
 @attrs.frozen(eq=False)
 class Parts:
-    """What a pipeline is composed of, as a round needs it; `signals` are those that scheduler and budget read."""
+    """What a pipeline is composed of, as a round needs it."""
 
     target: TargetModel
     scheduler: Scheduler
@@ -84,7 +84,6 @@ class Parts:
     verifier: Verifier
     steps: int
     wants: Wants
-    signals: frozenset[str]
 
 
 def decode_round(parts: Parts, request: Request) -> RoundRecord:
@@ -109,7 +108,7 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     _observe(parts.wants, request, scores, pruned, verdict, laps)
     tokens = tuple(sampler.tokens[num_before - sampler.num_emitted :].tolist())
     verification_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
-    learn(state, pruned, verdict, tokens, verification_ms, gains="gain" in parts.signals)
+    learn(state, pruned, verdict, tokens, verification_ms)
     laps.lap("learn")
     return RoundRecord(state, choice, pruned, verdict, tokens, laps.ms, laps.source_ms)
 

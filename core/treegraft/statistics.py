@@ -267,11 +267,21 @@ class AcceptanceStats:
     def __init__(self, num_sources: int, calibrate: bool = True):
         self.calibrate = calibrate
         self.calibrations = tuple(Calibration() for _ in range(num_sources))
-        self.options: dict[Option, OptionStats] = {}
+        self._options: dict[Option, OptionStats] = {}
+        self.are_options_read = False
         self.last_accepted = 0  # draft tokens kept in the last round
         self.num_rounds = 0
         self.last_verified_round = -1
         self._emitted = self._ms = 0.0
+
+    @property
+    def options(self) -> Mapping[Option, OptionStats]:
+        """What calling each source at each step has brought so far.
+
+        It is learnt in those rounds only in which it is read, `are_options_read`: it costs some 2 % of a round.
+        """
+        self.are_options_read = True
+        return self._options
 
     @property
     def is_hot(self) -> bool:
@@ -314,7 +324,7 @@ class AcceptanceStats:
             gain: growth of the tree's worth (tokens) for each unit of mass drafted below.
             num_rows: rows forwarded.
         """
-        option = self.options.setdefault((source, step, self.is_hot), OptionStats())
+        option = self._options.setdefault((source, step, self.is_hot), OptionStats())
         option.num_calls += 1
         rate = max(1.0 / option.num_calls, _LEARN)
         option.gain += rate * (gain - option.gain)
@@ -323,6 +333,7 @@ class AcceptanceStats:
 
     def learn_round(self, num_emitted: int, num_accepted: int, num_verified: int, modelled_ms: float) -> None:
         """Close a round: tokens emitted, draft tokens accepted, non-root nodes verified, modelled latency (ms)."""
+        self.are_options_read = False
         self.last_accepted = num_accepted
         self._emitted = _KEEP * self._emitted + num_emitted
         self._ms = _KEEP * self._ms + modelled_ms

@@ -131,6 +131,14 @@ def test_rates_are_moving_averages_of_what_was_recorded():
     assert acceptance.last_verified_round == 29
 
 
+def test_options_are_learnt_in_the_rounds_in_which_they_are_read():
+    acceptance = AcceptanceStats(1)
+    assert not acceptance.are_options_read
+    assert acceptance.options == {} and acceptance.are_options_read
+    acceptance.learn_round(num_emitted=1, num_accepted=0, num_verified=0, modelled_ms=1.0)
+    assert not acceptance.are_options_read, "a new round"
+
+
 def test_an_option_is_hopeful_until_tried_and_counts_hot_rounds_apart():
     acceptance = AcceptanceStats(1)
     assert acceptance.options == {}

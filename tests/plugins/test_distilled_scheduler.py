@@ -8,8 +8,9 @@ import pytest
 from bare_parts import bare_source, bare_state
 
 from treegraft.errors import ComposeError, SchedulerWarning
-from treegraft.interfaces import Setting, SourceSetting, Statistics
+from treegraft.interfaces import Setting, SourceSetting, Statistics, StepRecord
 from treegraft.statistics import AcceptanceStats
+from treegraft.tree import Expansion
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import DistilledScheduler, scheduler
 from treegraft_plugins.schedulers.distilled.fit import Predictor
@@ -27,8 +28,8 @@ def setting(**changes) -> Setting:
     return attrs.evolve(Setting("t", 7, sources, steps=5, verify_nodes=63), **changes)
 
 
-def save(path, margin=1.0, **changes) -> None:
-    """Weights whose predictor says `margin`, whatever it is shown."""
+def save(path, margin=1.0, a_step=0.0, **changes) -> None:
+    """Weights whose predictor says `margin`, and `a_step` more with each step, whatever else it is shown."""
     header = Header(
         signals=SIGNALS, steps=5, pairs=(("t", "m"),), small="", vocab_sizes=(7,), ratios=(1.0, 40.0), width=10,
         max_nodes=63, ablation=None, versions={},
@@ -37,6 +38,7 @@ def save(path, margin=1.0, **changes) -> None:
     arrays = {name: np.zeros(shape, np.float32) for name, shape in flat.items()} | {
         "b3": np.float32(margin).reshape(())
     }
+    arrays["w1"][NUM_RUNTIME, 0], arrays["w2"][0, 0], arrays["w3"][0] = 5, 1, a_step  # the input is step / D
     normaliser = Normaliser(np.zeros(NUM_INPUTS, np.float32), np.ones(NUM_INPUTS, np.float32))
     Weights(attrs.evolve(header, **changes), Predictor(SIGNALS, 5, normaliser, arrays)).save(path)
 
@@ -163,18 +165,64 @@ def test_a_cost_ratio_outside_the_fitted_range_warns_once_and_falls_back(shipped
         assert distilled.decide(outside) == first == distilled._fallback.decide(outside)
 
 
+def with_steps(before, *names, drafted=False):
+    """A state so many steps later; steps that `drafted` had a node to draft below, and found nothing there."""
+    positions = np.zeros(int(drafted), np.int64)
+    none = np.zeros(0, np.int64)
+    steps = [StepRecord(name, before.tree, before.tree, positions, Expansion.empty(), none, 0, 0.0) for name in names]
+    return attrs.evolve(before, steps=tuple(steps))
+
+
+@pytest.mark.parametrize("first_call", range(2, 7))
+def test_once_the_small_source_has_run_out_growth_goes_on_only_towards_a_call(shipped, first_call):
+    save(shipped / "pair.safetensors", margin=0.5 - first_call, a_step=1.0)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    answers = [distilled.decide(with_steps(state(), *["small"] * done)) for done in range(2, 5)]
+    waiting = "small" if first_call < 5 else None
+    assert answers == ["middle" if done >= first_call else waiting for done in range(2, 5)]
+
+
+@pytest.mark.parametrize(("names", "drafted"), [([], False), (["small"], True), (["small", "middle"], False)])
+def test_growth_does_not_end_while_the_small_source_may_find_something(shipped, names, drafted):
+    save(shipped / "pair.safetensors", margin=-1.0)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    assert distilled.decide(with_steps(state(), *names, drafted=drafted)) == "small"
+
+
+def test_what_calls_cost_is_read_once_a_round(shipped):
+    save(shipped / "pair.safetensors", margin=1.0)
+    distilled = DistilledScheduler(max_calls=True)
+    distilled.bind(setting())
+    now = state(ratio=2.5)
+    called = with_steps(now, "middle", "middle")
+    assert distilled.decide(called) == "small"
+    now.statistics.costs.target.ms[:] = 3.5
+    assert distilled.decide(called) == "small"
+    now.statistics.acceptance.learn_round(num_emitted=1, num_accepted=0, num_verified=0, modelled_ms=1.0)
+    assert distilled.decide(called) == "middle"
+
+
+def test_the_fallback_learns_gains_and_the_predictor_asks_for_none(shipped):
+    save(shipped / "pair.safetensors", margin=1.0)
+    distilled = DistilledScheduler()
+    distilled.bind(setting())
+    inside, outside = state(ratio=4.0), state(ratio=0.5)
+    distilled.decide(inside)
+    with pytest.warns(SchedulerWarning):
+        distilled.decide(outside)
+    assert not inside.statistics.acceptance.are_options_read
+    assert outside.statistics.acceptance.are_options_read
+
+
 def test_calls_can_be_capped_at_the_cost_ratio(shipped):
     save(shipped / "pair.safetensors", margin=1.0)
     distilled = DistilledScheduler(max_calls=True)
     distilled.bind(setting())
     before = state(ratio=2.5)
-    called = attrs.evolve(before, steps=())
-    assert distilled.decide(called) == "middle"
-
-    class Step:
-        source = "middle"
-
-    assert distilled.decide(attrs.evolve(before, steps=(Step(), Step()))) == "small"
+    assert distilled.decide(before) == "middle"
+    assert distilled.decide(with_steps(before, "middle", "middle", drafted=True)) == "small"
 
 
 def test_a_source_that_failed_leaves_the_rest_to_the_fallback(shipped):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -15,7 +15,7 @@ from treegraft_plugins.budgets import ExpectedGainBudget, expected_accepted, rou
 from treegraft_plugins.fitted import AUTO, Header, Shelf, read_arrays, read_header
 from treegraft_plugins.options import whole
 from treegraft_plugins.saba.model import GainModel
-from treegraft_plugins.saba.signals import DRAFTED, state_signals
+from treegraft_plugins.saba.signals import state_signals
 
 FORMAT = 3
 SHELF = Shelf("weights", Path(__file__).parent / "weights", "treegraft fit budget")
@@ -63,8 +63,6 @@ class SABABudget(BudgetPolicy):
     Source: GRAFT, State-Aware Budget Allocation. There it is the round's own tokens per ms that is greatest; over many
     rounds the surplus brings more, which gives nodes to the rounds that make something of them.
     """
-
-    signals: ClassVar[tuple[str, ...]] = DRAFTED
 
     max_verify_nodes: int = attrs.field(default=63, alias="verify_nodes", validator=whole(0))
     grid: tuple[int, ...] | None = attrs.field(default=None, converter=_tuple, validator=_ascending)

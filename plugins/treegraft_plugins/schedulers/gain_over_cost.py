@@ -1,7 +1,5 @@
 """Calls whichever source is expected to earn more tokens than its time is worth, from this request's own statistics."""
 
-from typing import ClassVar
-
 import attrs
 import numpy as np
 
@@ -29,8 +27,6 @@ class GainOverCostScheduler(Scheduler):
 
     Source: TreeGraft asks when to call; this rule is treegraft's own.
     """
-
-    signals: ClassVar[tuple[str, ...]] = ("gain",)
 
     probe_share: float = attrs.field(default=0.03, validator=number(0.0))
 

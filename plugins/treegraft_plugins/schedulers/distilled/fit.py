@@ -37,6 +37,7 @@ MAX_MARGIN = 1.0  # tokens
 MAX_JITTER = 0.5  # of the logarithm of a rate
 SETTLED = 3  # passes until a scheduler and the rate that it reaches agree
 MAX_SELECTION_ROWS, MAX_JUDGED_ROWS = 150_000, 20_000
+_ZERO = np.zeros(1, np.float32)
 Done = Callable[[int], None]
 """Called with how much is done."""
 
@@ -488,8 +489,8 @@ class Predictor:
     def __call__(self, state: Floats) -> Floats:
         """Margins [...] of states [..., I]."""
         weights = self.weights
-        hidden = np.maximum(self.normaliser(state) @ weights["w1"] + weights["b1"], 0.0)
-        hidden = np.maximum(hidden @ weights["w2"] + weights["b2"], 0.0)
+        hidden = np.maximum(self.normaliser(state) @ weights["w1"] + weights["b1"], _ZERO)
+        hidden = np.maximum(hidden @ weights["w2"] + weights["b2"], _ZERO)
         return hidden @ weights["w3"] + weights["b3"][0]
 
 

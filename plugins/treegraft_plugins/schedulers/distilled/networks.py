@@ -11,6 +11,7 @@ from treegraft.tree import Floats
 
 HIDDEN = 64
 CLIP = 4.0  # standard deviations
+_LOWEST, _HIGHEST = np.float32([[-CLIP], [CLIP]])  # as arrays: converting a number takes longer than using it
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +33,7 @@ class Normaliser:
     def __call__(self, x: Floats) -> NDArray[np.float32]:
         """Rows [..., I], standardised and clipped."""
         standard = (x - self.mean) / self.std
-        return np.minimum(np.maximum(standard, -CLIP), CLIP).astype(np.float32)  # several times faster than np.clip
+        return np.minimum(np.maximum(standard, _LOWEST), _HIGHEST).astype(np.float32, copy=False)  # np.clip is slower
 
 
 @attrs.frozen(eq=False)

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -45,8 +45,6 @@ class DistilledScheduler(Scheduler):
     Source: TreeGraft, section 4 and appendices B and C.2.
     """
 
-    signals: ClassVar[tuple[str, ...]] = ("gain",)  # the fallback's, whose turn may come at any time
-
     weights: str = attrs.field(default=AUTO, validator=attrs.validators.instance_of(str))
     ablation: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of(*ABLATIONS)))
     mode: str = attrs.field(default="predictor", validator=one_of("predictor", "value"))
@@ -58,6 +56,9 @@ class DistilledScheduler(Scheduler):
     _small: str = attrs.field(init=False, default="")
     _middle: str = attrs.field(init=False, default="")
     _is_warned: bool = attrs.field(init=False, default=False)
+    _opening: list[float] = attrs.field(init=False, factory=list)
+    _priced: tuple[Any, ...] = attrs.field(init=False, default=())
+    _prices: tuple[float, list[float]] = attrs.field(init=False, default=(0.0, []))
 
     # -- before the first request -------------------------------------------------------------------------------------
 
@@ -72,7 +73,7 @@ class DistilledScheduler(Scheduler):
                 "scheduler.mode", f"'value', but {path.name} holds no value system", "Allowed here: 'predictor'.",
                 f"Take the weights of the ablation {VALUE_ONLINE!r}: treegraft fit scheduler --ablations.",
             )  # fmt: skip
-        self._fitted, self._name = fitted, path.stem
+        self._fitted, self._name, self._opening = fitted, path.stem, []
 
     def note(self) -> str:
         if self._fitted is None:
@@ -85,31 +86,51 @@ class DistilledScheduler(Scheduler):
     def decide(self, state: RoundState) -> str | None:
         if self._fitted is None or self._middle not in state.sources or self._small not in state.sources:
             return self._fallback.decide(state)
-        middle, header = state.sources[self._middle], self._fitted.header
-        costs = state.statistics.costs
-        plain_ms, target_ms = costs.target_ms([1, state.limits.verify_nodes + 1], state.position).tolist()
-        middle_ms, wider_ms = costs.source_ms(self._middle, [middle.width, 2 * middle.width]).tolist()
-        missed_ms = (wider_ms - middle_ms) / middle.width
-        if middle_ms <= 0:
+        header = self._fitted.header
+        ratio, prices = self._runtime(state)
+        if not prices:
             return self._fallback.decide(state)  # a table that knows of no costs is no machine's, and no news either
-        ratio = target_ms / middle_ms
         if not header.ratios[0] <= ratio <= header.ratios[1]:
             self._warn(ratio, header)
             return self._fallback.decide(state)
         history = [step.source == self._middle for step in state.steps]
         if self.max_calls and sum(history) >= int(ratio):
             return self._small
-        inputs = np.array(
-            [
-                *runtime(plain_ms, target_ms, middle_ms, missed_ms, state.statistics.rate(state.position)),
-                *progress(history, header.steps),
-                *tree_signals(state, middle, header.signals),
-            ]
-        )
-        return self._middle if self._margin(inputs, history) > 0 else self._small
+        signals = self._signals(state, header.signals)
+        if self._margin(prices, history, signals) > 0:
+            return self._middle
+        last = state.steps[-1] if state.steps else None
+        if last is None or last.source != self._small or len(last.positions):
+            return self._small
+        # The small source has run out of nodes and will not find any: what remains to be decided is about this tree.
+        later = (history + [False] * more for more in range(1, header.steps - len(history)))
+        return self._small if any(self._margin(prices, each, signals) > 0 for each in later) else None
 
-    def _margin(self, inputs: np.ndarray, history: Sequence[bool]) -> float:
+    def _runtime(self, state: RoundState) -> tuple[float, list[float]]:
+        """t_target / t_middle and the runtime context as this round began, empty under a table without costs."""
+        costs, middle = state.statistics.costs, state.sources[self._middle]
+        priced = (state.statistics, state.statistics.acceptance.num_rounds, state.position)
+        if priced != self._priced:
+            plain_ms, target_ms = costs.target_ms([1, state.limits.verify_nodes + 1], state.position).tolist()
+            middle_ms, wider_ms = costs.source_ms(self._middle, [middle.width, 2 * middle.width]).tolist()
+            missed_ms, rate = (wider_ms - middle_ms) / middle.width, state.statistics.rate(state.position)
+            self._priced, self._prices = priced, (0.0, [])
+            if middle_ms > 0:
+                self._prices = target_ms / middle_ms, runtime(plain_ms, target_ms, middle_ms, missed_ms, rate)
+        return self._prices
+
+    def _signals(self, state: RoundState, names: Sequence[str]) -> list[float]:
+        """The tree's signals; those of a root alone, with which all rounds begin, are read once."""
+        if not state.steps and self._opening:
+            return self._opening
+        signals = tree_signals(state, state.sources[self._middle], names)
+        if not state.steps:
+            self._opening = signals
+        return signals
+
+    def _margin(self, prices: Sequence[float], history: Sequence[bool], signals: Sequence[float]) -> float:
         assert self._fitted is not None
+        inputs = np.array([*prices, *progress(history, self._fitted.header.steps), *signals], np.float32)
         if self.mode == "predictor":
             return float(self._fitted.predictor(inputs))
         assert self._fitted.value is not None

@@ -126,9 +126,10 @@ class TreeSignals:
     def frontier_entropy(self) -> float:
         """Entropy (nats) of the frontier's path probabilities, normalised."""
         score = self._path_score[self._first :]
-        prob = np.exp(score - score.max())
-        prob /= prob.sum()
-        return float(-(prob * np.log(np.maximum(prob, 1e-30))).sum())
+        below = score - score.max()
+        mass = np.exp(below)
+        total = float(np.add.reduce(mass))
+        return max(0.0, math.log(total) - float(mass @ below) / total)
 
     def unvisited_mass(self) -> float:
         """Probability mass of the selected nodes."""
