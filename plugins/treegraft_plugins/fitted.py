@@ -81,11 +81,13 @@ class Shelf:
         """
         shipped = {path.stem: path for path in sorted(self.folder.glob("*.safetensors"))}
         if weights == AUTO:
-            reasons = {name: unfit(read_header(path)) for name, path in shipped.items()}
-            fitting = next((name for name, reason in reasons.items() if reason is None), None)
-            if fitting is not None:
-                return shipped[fitting], None
-            said = "; ".join(f"{name} are {reason}" for name, reason in reasons.items())
+            unfitting: dict[str, list[str]] = {}
+            for name, path in shipped.items():
+                reason = unfit(read_header(path))
+                if reason is None:
+                    return path, None
+                unfitting.setdefault(reason, []).append(name)
+            said = "; ".join(f"{', '.join(names)} are {reason}" for reason, names in unfitting.items())
             return None, f"no weights that ship fit{f' ({said})' if said else ''}; {self.command} makes some"
         path = shipped.get(weights, Path(weights))
         try:

@@ -126,7 +126,7 @@ def test_an_ablation_s_weights_are_taken_where_it_is_named(shipped):
     (shipped / "pair.safetensors").unlink()
     auto = DistilledScheduler()
     auto.bind(setting())
-    why = "no weights that ship fit (pair-one_signal are fitted as the ablation one_signal, not as the whole system)"
+    why = "no weights that ship fit (pair-one_signal are fitted as ablations)"
     assert auto.note().startswith(f"gain_over_cost, because {why}")
 
 

@@ -188,6 +188,8 @@ def _unfit(header: Header, setting: Setting, ablation: str | None, is_auto: bool
     small, middle = (setting.sources[name] for name in by_rank(setting))
     if is_auto and (setting.target, middle.model) not in header.pairs:
         return f"fitted for {', '.join(map(' + '.join, header.pairs))}"
+    if is_auto and ablation is None and header.ablation is not None:
+        return "fitted as ablations"
     if header.ablation != ablation and (is_auto or ablation is not None):
         return f"fitted as {_fitted_as(header.ablation)}, not as {_fitted_as(ablation)}"
     found = {
