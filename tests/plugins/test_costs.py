@@ -93,6 +93,26 @@ def test_an_unwritable_cache_costs_nothing_but_the_measurement(tmp_path, monkeyp
     assert np.isfinite(costs.target_ms([1, 64], 0)).all()
 
 
+def test_a_size_that_there_was_no_time_to_measure_is_learnt_from_rounds(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("treegraft_plugins.costs.time.perf_counter", lambda: clock[0])
+    latency = {1: 1.0, 2: 2.0, 4: 4.0, 8: 5.0}  # s: after the largest, 2 and 8 there is no time for 4
+
+    class SlowTarget(MarkovTarget):
+        def score(self, trees):
+            clock[0] += latency.get(len(trees[0]), 9.0)
+            return super().score(trees)
+
+    costs = MeasuredCosts(cache=False)
+    costs.bind(SlowTarget(markov_table(512, seed=1)), [])
+    assert costs.target_ms([1, 2, 8, 64], 0) == pytest.approx([1000.0, 2000.0, 5000.0, 9000.0])
+    assert costs.target_ms(4, 0) == pytest.approx(3000.0), "in between"
+    for _ in range(200):
+        for rows in (1, 2, 4):
+            costs.record_target(rows, 0, latency[rows] * 1e3)
+    assert costs.target_ms([1, 2, 4], 0) == pytest.approx([1000.0, 2000.0, 4000.0], rel=0.02)
+
+
 @pytest.mark.parametrize("stalled", [1, 4, 16])
 def test_a_size_during_which_the_machine_stalled_says_nothing_of_larger_ones(monkeypatch, stalled):
     """A stall only ever adds: what a larger size took is a bound on a smaller one, and never the other way round."""
