@@ -236,7 +236,10 @@ def _best_of_each(node: Ints, token: Ints, mass: Floats, limit: int) -> tuple[In
 
 
 def best_paths(expansion: Expansion, request: DraftRequest) -> Expansion:
-    """The part of an expansion that a request has room for: the proposals with the best path scores."""
+    """The part of an expansion that a request has room for: the proposals with the best path scores.
+
+    One below another proposal counts from that one's score, also where the tree holds the same node with its own.
+    """
     scores: list[float] = []
     for anchor, log_prob in zip(expansion.anchor.tolist(), expansion.log_prob.tolist(), strict=True):
         scores.append((request.tree.path_score[anchor] if anchor >= 0 else scores[~anchor]) + log_prob)
