@@ -37,7 +37,7 @@ MAX_MARGIN = 1.0  # tokens
 MAX_JITTER = 0.5  # of the logarithm of a rate
 SETTLED = 3  # passes until a scheduler and the rate that it reaches agree
 MAX_SELECTION_ROWS, MAX_JUDGED_ROWS = 150_000, 20_000
-_ZERO = np.zeros(1, np.float32)
+_ZERO = np.zeros((), np.float32)
 Done = Callable[[int], None]
 """Called with how much is done."""
 

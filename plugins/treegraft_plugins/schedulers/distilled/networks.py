@@ -11,7 +11,8 @@ from treegraft.tree import Floats
 
 HIDDEN = 64
 CLIP = 4.0  # standard deviations
-_LOWEST, _HIGHEST = np.float32([[-CLIP], [CLIP]])  # as arrays: converting a number takes longer than using it
+# As arrays, since converting a number takes longer than using it; without a dimension, since broadcasting one does too.
+_LOWEST, _HIGHEST = np.array(-CLIP, np.float32), np.array(CLIP, np.float32)
 
 
 @attrs.frozen(eq=False)
