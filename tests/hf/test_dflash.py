@@ -152,6 +152,11 @@ def test_transformers_own_network_of_this_kind_says_the_same():
     torch.testing.assert_close(found, filled(model, rows, context), atol=1e-5, rtol=0)
 
 
+def test_a_network_with_biases_is_none_of_transformers_own():
+    with pytest.raises(ModelError, match="attention_bias"):
+        as_assistant(network(attention_bias=True))
+
+
 def test_transformers_own_block_drafting_takes_the_same_forwards_to_the_same_text():
     """`generate` on the embedded pair, through its own cache, features and verification."""
     pipeline = treegraft.load(
@@ -228,19 +233,46 @@ def test_the_targets_layers_that_feed_it_where_the_checkpoint_names_none(tmp_pat
     assert config.dflash_config["target_layer_ids"] == [1, 9]
 
 
+@pytest.mark.parametrize("num_target_layers", range(1, 12))
+@pytest.mark.parametrize("num_layers", range(1, 7))
+def test_they_are_different_layers_of_the_target_however_small_it_is(num_layers, num_target_layers):
+    layers = default_target_layer_ids(num_layers, num_target_layers)
+    assert len(layers) == min(num_layers, num_target_layers)
+    assert layers == sorted(set(layers)) and set(layers) <= set(range(num_target_layers))
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "no DFlash drafter"),
         ({"block_size": None}, "without block_size"),
         ({"dflash_config": {"target_layer_ids": [0, 2]}}, "without dflash_config.mask_token_id"),
+        ({"block_size": "8"}, "block_size '8'.*an int >= 2"),
+        ({"block_size": 1}, "block_size 1.*an int >= 2"),
+        ({"num_target_layers": 2.5}, "num_target_layers 2.5.*an int >= 1"),
+        ({"dflash_config": "none"}, "dflash_config 'none'"),
+        ({"dflash_config": {"mask_token_id": -1}}, "mask_token_id -1"),
+        ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 40]}}, r"\[0, 40\].*layers from 0 to"),
+        ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, -1]}}, r"\[0, -1\]"),
+        ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": ["0", "2"]}}, r"\['0', '2'\]"),
+        ({"dflash_config": {"mask_token_id": MASK, "target_layer_ids": []}}, r"target_layer_ids \[\]"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4, "use_sliding_window": True},
          "sliding_attention"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_is_none_of_it_is_refused(settings, message, tmp_path):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=f"(?s)draft.*{message}"):
         DFlashDrafter(written(tmp_path / "draft", settings))
+
+
+@pytest.mark.parametrize("name, content", [("config.json", b"[]"), ("config.json", b"{"), ("model.safetensors", b"{}"),
+                                           ("model.safetensors", None)])  # fmt: skip
+def test_a_damaged_checkpoint_is_named(name, content, tmp_path):
+    spec = written(tmp_path / "draft")
+    file = tmp_path / "draft" / name
+    file.write_bytes(file.read_bytes()[:-20] if content is None else content)
+    with pytest.raises(ModelError, match=r"model '.*draft'(?s:.*)Allowed: a folder or a hub id"):
+        DFlashDrafter(spec)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +280,7 @@ def test_a_configuration_that_is_none_of_it_is_refused(settings, message, tmp_pa
     [
         ({"fc.weight": None}, "missing weights: fc.weight"),
         ({"extra.weight": torch.zeros(2)}, "unexpected weights: extra.weight"),
+        ({"norm.weight": torch.zeros(3)}, "mismatched weights: norm.weight"),
     ],
 )
 def test_every_weight_must_be_there_and_no_other(weights, message, tmp_path):

@@ -10,24 +10,27 @@ from treegraft.cli.training import fit_of, training_options
 
 @click.command()
 @training_options
-@click.option("--block-size", type=click.IntRange(min=2), default=8, show_default=True, help="The anchor included.")
-@click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Of the drafter.")
-@click.option("--heads", type=click.IntRange(min=1), default=4, show_default=True, help="Of its attention.")
-@click.option("--key-value-heads", type=click.IntRange(min=1), default=2, show_default=True, help="Of its attention.")
-@click.option("--head-dim", type=click.IntRange(min=2), default=32, show_default=True, help="Of its attention.")
-@click.option("--intermediate-size", type=click.IntRange(min=1), default=384, show_default=True, help="Of its MLP.")
+@click.option("--block-size", type=click.IntRange(min=2), help="The anchor included.  [default: the start's, or 8]")
+@click.option("--layers", type=click.IntRange(min=1), help="Of the drafter.  [default: the start's, or 2]")
+@click.option("--heads", type=click.IntRange(min=1), help="Of its attention.  [default: the start's, or 4]")
+@click.option("--key-value-heads", type=click.IntRange(min=1), help="Of its attention.  [default: the start's, or 2]")
+@click.option("--head-dim", type=click.IntRange(min=2), help="Of its attention.  [default: the start's, or 32]")
+@click.option("--intermediate-size", type=click.IntRange(min=1), help="Of its MLP.  [default: the start's, or 384]")
 @click.option(
     "--target-layer", "target_layers", type=click.IntRange(min=0), multiple=True, metavar="INDEX",
-    help="A layer of the target that feeds it, counted from 0; may be repeated.  [default: evenly spaced ones]",
+    help="A layer of the target that feeds it, from 0; may be repeated.  [default: the start's, or evenly spaced ones]",
 )  # fmt: skip
-@click.option("--mask-token", type=click.IntRange(min=0), metavar="ID", help="[default: the tokenizer's, else padding]")
+@click.option(
+    "--mask-token", type=click.IntRange(min=0), metavar="ID",
+    help="[default: the start's, or the tokenizer's mask token, else its padding]",
+)  # fmt: skip
 def dflash(
-    block_size: int,
-    layers: int,
-    heads: int,
-    key_value_heads: int,
-    head_dim: int,
-    intermediate_size: int,
+    block_size: int | None,
+    layers: int | None,
+    heads: int | None,
+    key_value_heads: int | None,
+    head_dim: int | None,
+    intermediate_size: int | None,
     target_layers: tuple[int, ...],
     mask_token: int | None,
     **options: Any,

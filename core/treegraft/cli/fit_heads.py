@@ -10,12 +10,13 @@ from treegraft.cli.training import fit_of, training_options
 
 @click.command()
 @training_options
-@click.option("--num-heads", type=click.IntRange(min=1), default=4, show_default=True, help="Places that are covered.")
-def heads(num_heads: int, **options: Any) -> None:
+@click.option("--num-heads", type=click.IntRange(min=1), help="Places that are covered.  [default: the start's, or 4]")
+def heads(num_heads: int | None, **options: Any) -> None:
     """Train a small head for each of the next places, on text and on what the target itself writes.
 
-    DIR then holds the heads (config.json, model.safetensors), the text (text.npz), the checkpoint (training.pt) and
-    the held-out curve (curve.jsonl): mean accepted tokens a round of the heads' chains, for each temperature.
+    DIR then holds the heads (config.json, model.safetensors), the text (text.npz) and the target's hidden states of it
+    (hidden-*.bin), the checkpoint (training.pt) and the held-out curve (curve.jsonl): mean accepted tokens a round of
+    the heads' chains, for each temperature.
     """
     from treegraft_plugins.hf.heads.training import HeadsShape, fit_heads
 

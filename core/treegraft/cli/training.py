@@ -1,5 +1,6 @@
 """What the commands that train a drafter's network take, and how it becomes a `Fit`."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,29 @@ from treegraft.interfaces import ModelSpec
 
 Command = Callable[..., Any]
 
+
+class Finite(click.FloatRange):
+    """A number in a range, none that is not one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def _whole_groups(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    if value % 8:
+        raise click.BadParameter(f"{value} is not a multiple of 8.", ctx, param)
+    return value
+
+
 _OPTIONS = (
     click.option(
         "--target", default="demo:target", show_default=True, help="What to draft for: demo:*, a folder, a hub id."
     ),
+    click.option("--dtype", help="Of the target: float32, bfloat16, ...  [default: float32 on a CPU, else its own]"),
+    click.option("--device", help="Of target and drafter: cpu, cuda, cuda:1, ...  [default: an accelerator, if any]"),
     click.option(
         "--text",
         "texts",
@@ -34,7 +54,7 @@ _OPTIONS = (
     ),
     click.option(
         "--out",
-        type=click.Path(path_type=Path),
+        type=click.Path(path_type=Path, file_okay=False),
         required=True,
         metavar="DIR",
         help="The drafter's folder; the same command goes on with an interrupted training.",
@@ -42,12 +62,12 @@ _OPTIONS = (
     click.option(
         "--start",
         metavar="PATH",
-        help="Begin with this drafter's weights: demo:*, a folder, a hub id.  [default: random]",
+        help="Begin as this drafter, its shape and weights: demo:*, a folder, a hub id.  [default: random weights]",
     ),
     click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True, help="Optimiser steps."),
     click.option(
         "--learning-rate",
-        type=float,
+        type=Finite(min=1e-6),
         default=0.03,
         show_default=True,
         help="Of matrices (Muon); others learn at a fifth of it.",
@@ -75,7 +95,7 @@ _OPTIONS = (
     click.option(
         "--temperature",
         "temperatures",
-        type=float,
+        type=Finite(min=0.0),
         multiple=True,
         default=(0.0, 0.8, 0.8, 0.8),
         show_default=True,
@@ -85,13 +105,24 @@ _OPTIONS = (
     click.option(
         "--anchors",
         type=click.IntRange(min=8),
+        callback=_whole_groups,
         default=128,
         show_default=True,
         help="Anchors a window; a multiple of 8.",
     ),
-    click.option("--gamma", type=float, default=4.0, show_default=True, help="Place k weighs exp(-(k - 1) / gamma)."),
     click.option(
-        "--label-temperature", type=float, default=1.0, show_default=True, help="Of the distributions that are learned."
+        "--gamma",
+        type=Finite(min=0.1),
+        default=4.0,
+        show_default=True,
+        help="Place k weighs exp(-(k - 1) / gamma); 7 suits blocks of 16.",
+    ),
+    click.option(
+        "--label-temperature",
+        type=Finite(min=0.01),
+        default=1.0,
+        show_default=True,
+        help="Of the distributions that are learned.",
     ),
     click.option(
         "--measure-every",
@@ -123,6 +154,8 @@ def training_options(command: Command) -> Command:
 def fit_of(
     *,
     target: str,
+    dtype: str | None,
+    device: str | None,
     texts: Sequence[Path],
     held_out: Sequence[Path],
     out: Path,
@@ -147,7 +180,7 @@ def fit_of(
     from treegraft_plugins.hf.training.course import Course, Fit
     from treegraft_plugins.hf.training.loop import Schedule
 
-    spec = ModelSpec(target)
+    spec = ModelSpec(target, dtype=dtype or "auto", device=device or "auto")
     spare_threads({"target": spec})
     return Fit(
         target=spec,
@@ -166,6 +199,6 @@ def fit_of(
         schedule=Schedule(
             steps=steps, learning_rate=learning_rate, measure_every=measure_every, save_every=save_every, seed=seed
         ),
-        start=None if start is None else ModelSpec(start, dtype="float32"),
+        start=None if start is None else ModelSpec(start, dtype="float32", device=spec.device),
         report=lambda line: click.echo(line, err=True),
     )

@@ -47,7 +47,7 @@ class TreeEngine:
         self.model = model
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.vocab_size: int = config.vocab_size
-        self.max_length = _max_length(config)
+        self.max_length = max_length(config)
         self._dtype = model.dtype  # transformers looks through the parameters for it
         self._layout = MaskLayout.of(config)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -163,7 +163,7 @@ class TreeEngine:
         )
 
 
-def _max_length(config: Any) -> int | None:
+def max_length(config: Any) -> int | None:
     """Positions that every forward treats alike, or None without a limit."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -21,6 +21,7 @@ _DEMO_FOLDER = Path(__file__).parent / "demo_pair"
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ALLOWED = "Allowed: a folder, a hub id, FILE.gguf, ORG/REPO:FILE.gguf, demo:target, demo:middle."
+_ALLOWED_NETWORK = "Allowed: a folder or a hub id with config.json and whole safetensors, or demo:NAME."
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 Loadable = ModelSpec | PreTrainedModel | tuple[PreTrainedModel, Any]
@@ -98,12 +99,12 @@ def load_network(
         raise ModelError(where, f"{found}, for a drafter's network", "Allowed: path, dtype, device, revision.")
     device = _device(spec)
     hub_options = _hub_options(spec)
-    with _wrapped(spec), without_progress_bars():
+    with _wrapped(spec, _ALLOWED_NETWORK), without_progress_bars():
         settings, _ = PreTrainedConfig.get_config_dict(place.name, **hub_options)
         config = configuration(settings, where)
         model, report = network.from_pretrained(
             place.name, config=config, dtype=_dtype(spec, device), use_safetensors=True, output_loading_info=True,
-            **hub_options,
+            ignore_mismatched_sizes=True, **hub_options,
         )  # fmt: skip
     for kind in ("missing", "unexpected", "mismatched"):
         if report[f"{kind}_keys"]:
@@ -230,15 +231,15 @@ def _require_packages(spec: ModelSpec, place: _Place) -> None:
 
 
 @contextlib.contextmanager
-def _wrapped(spec: ModelSpec) -> Iterator[None]:
+def _wrapped(spec: ModelSpec, allowed: str = _ALLOWED) -> Iterator[None]:
     """Errors of transformers' loaders as a ModelError that says which model."""
     try:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+    except Exception as error:  # a damaged file raises whatever its reader raises
         found = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ModelError(_where(spec.path), found, _ALLOWED, _near_miss(Path(spec.path))) from error
+        raise ModelError(_where(spec.path), found, allowed, _near_miss(Path(spec.path))) from error
 
 
 @contextlib.contextmanager

@@ -26,35 +26,50 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def default_target_layer_ids(num_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that feed a drafter of `num_layers`, where its configuration names none."""
-    if num_layers == 1:
+    """The target's layers that feed a drafter of `num_layers`, where its configuration names none.
+
+    From the second to the last but two, evenly spaced; of a target too small for that from the first to the last.
+    """
+    number = min(num_layers, num_target_layers)
+    if number == 1:
         return [num_target_layers // 2]
-    step = (num_target_layers - 4) / (num_layers - 1)
-    return [round(1 + index * step) for index in range(num_layers)]
+    first, last = (1, num_target_layers - 3) if num_target_layers - 3 >= number else (0, num_target_layers - 1)
+    return [round(first + index * (last - first) / (number - 1)) for index in range(number)]
 
 
 def draft_config(settings: Mapping[str, Any], where: str) -> Qwen3Config:
     """The configuration that a checkpoint's config.json holds; both spellings of the rotary settings are read.
 
     Raises:
-        ModelError: it is none of a DFlash drafter, lacks something, or asks for layers that are not served.
+        ModelError: it is none of a DFlash drafter, lacks something, holds what cannot be, or asks for layers that are
+            not served.
     """
     allowed = f"Allowed: a checkpoint with architectures: [{ARCHITECTURE}]."
     if ARCHITECTURE not in (settings.get("architectures") or ()):
         found = f"architectures: {settings.get('architectures')}, no DFlash drafter"
         raise ModelError(where, found, allowed, "A causal LM drafts with {use: hf_causal_lm}.")
     own = settings.get("dflash_config") or {}
+    if not isinstance(own, Mapping):
+        raise ModelError(where, f"dflash_config {own!r}", "Allowed: {mask_token_id: ..., target_layer_ids: [...]}.")
     needed = {key: settings.get(key) for key in ("block_size", "num_target_layers", "num_hidden_layers", "hidden_size")}
-    missing = [key for key, value in {**needed, "dflash_config.mask_token_id": own.get("mask_token_id")}.items()
-               if value is None]  # fmt: skip
+    needed["dflash_config.mask_token_id"] = own.get("mask_token_id")
+    missing = [key for key, value in needed.items() if value is None]
     if missing:
         raise ModelError(where, f"config.json without {', '.join(missing)}", allowed)
+    for key, value in needed.items():
+        least = {"block_size": 2, "dflash_config.mask_token_id": 0}.get(key, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelError(where, f"{key} {value!r}", f"Allowed: an int >= {least}.")
     config = Qwen3Config.from_dict({**settings, "model_type": Qwen3Config.model_type})
     if set(config.layer_types) != {"full_attention"}:
         raise ModelError(where, f"layer types {sorted(set(config.layer_types))}", "Served: full attention.")
-    if own.get("target_layer_ids") is None:
-        own = {**own, "target_layer_ids": default_target_layer_ids(config.num_hidden_layers, config.num_target_layers)}
-    config.dflash_config = dict(own)
+    ids = own.get("target_layer_ids")
+    if ids is None:
+        ids = default_target_layer_ids(config.num_hidden_layers, config.num_target_layers)
+    known = range(config.num_target_layers)
+    if not isinstance(ids, list) or not ids or not all(isinstance(layer, int) and layer in known for layer in ids):
+        raise ModelError(where, f"target_layer_ids {ids!r}", f"Allowed: a list of layers from 0 to {known[-1]}.")
+    config.dflash_config = {**own, "target_layer_ids": ids}
     return config
 
 
@@ -180,7 +195,12 @@ def as_assistant(network: DFlashDraftModel) -> MuseGlimmerAssistantModel:
     """The same network, its weights shared, in the class that transformers' own `generate` drafts blocks with.
 
     `target.generate(..., assistant_model=as_assistant(network), speculation_type="dflash")` is its chain.
+
+    Raises:
+        ModelError: the network has what that class has not.
     """
+    if network.config.attention_bias:
+        raise ModelError("dflash", "attention_bias: true, for transformers' own assistant", "Allowed there: false.")
     config = network.config
     shared = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -1,7 +1,10 @@
 """Training a DFlash drafter: blocks at random anchors of a text, all of a group in one forward."""
 
+from typing import Any
+
 import attrs
 import torch
+from attrs.validators import optional
 from transformers import PreTrainedModel, Qwen3Config
 
 from treegraft.errors import RequestError
@@ -11,7 +14,7 @@ from treegraft_plugins.hf.dflash.model import (
     default_target_layer_ids,
     draft_config,
 )
-from treegraft_plugins.hf.training.course import Fit, Student
+from treegraft_plugins.hf.training.course import Fit, Student, ties
 from treegraft_plugins.hf.training.teacher import Lesson
 from treegraft_plugins.options import whole
 
@@ -48,66 +51,88 @@ class DFlashStudent(Student):
 
 @attrs.frozen(kw_only=True)
 class DFlashShape:
-    """The drafter's size.
+    """The drafter's size. What is None is as the start has it; of a drafter that begins anew, as said here.
 
     Args:
-        block_size: tokens in a block, the anchor included.
-        num_layers: of the drafter.
-        num_heads, num_key_value_heads, head_dim: of its attention.
-        intermediate_size: of its feed-forward.
-        target_layer_ids: the target's layers that feed it; None for the published choice.
-        mask_token_id: what stands at the places to fill; None for the tokenizer's mask token, else its padding.
+        block_size: tokens in a block, the anchor included; 8.
+        num_layers: of the drafter; 2.
+        num_heads, num_key_value_heads, head_dim: of its attention; 4, 2, 32.
+        intermediate_size: of its feed-forward; 384.
+        target_layer_ids: the target's layers that feed it, different ones; the published choice.
+        mask_token_id: what stands at the places to fill; the tokenizer's mask token, else its padding.
     """
 
-    block_size: int = attrs.field(default=8, validator=whole(2))
-    num_layers: int = attrs.field(default=2, validator=whole(1))
-    num_heads: int = attrs.field(default=4, validator=whole(1))
-    num_key_value_heads: int = attrs.field(default=2, validator=whole(1))
-    head_dim: int = attrs.field(default=32, validator=whole(2))
-    intermediate_size: int = attrs.field(default=384, validator=whole(1))
+    block_size: int | None = attrs.field(default=None, validator=optional(whole(2)))
+    num_layers: int | None = attrs.field(default=None, validator=optional(whole(1)))
+    num_heads: int | None = attrs.field(default=None, validator=optional(whole(1)))
+    num_key_value_heads: int | None = attrs.field(default=None, validator=optional(whole(1)))
+    head_dim: int | None = attrs.field(default=None, validator=optional(whole(2)))
+    intermediate_size: int | None = attrs.field(default=None, validator=optional(whole(1)))
     target_layer_ids: tuple[int, ...] | None = None
-    mask_token_id: int | None = None
+    mask_token_id: int | None = attrs.field(default=None, validator=optional(whole(0)))
 
-    def config(self, target: PreTrainedModel, mask_token_id: int) -> Qwen3Config:
-        """The configuration of a drafter of this shape for `target`."""
-        of_target = target.config.get_text_config(decoder=True)
-        ids = self.target_layer_ids or default_target_layer_ids(self.num_layers, of_target.num_hidden_layers)
-        settings = {
-            "architectures": [ARCHITECTURE],
-            "vocab_size": of_target.vocab_size,
-            "hidden_size": of_target.hidden_size,
-            "max_position_embeddings": of_target.max_position_embeddings,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate_size,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "block_size": self.block_size,
-            "num_target_layers": of_target.num_hidden_layers,
-            "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(ids)},
-        }
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is said, by the names of config.json; what stands in its `dflash_config` is beside the rest."""
+        said = attrs.asdict(self, filter=lambda _, value: value is not None)
+        return {_NAMES.get(name, name): value for name, value in said.items()}
+
+    def config(self, target: PreTrainedModel, tokenizer: Any) -> Qwen3Config:
+        """The configuration of a drafter of this shape for `target`, beginning anew.
+
+        Raises:
+            RequestError: what no drafter of this target can have.
+        """
+        settings = {**_FIRST, **ties(target), **self.asked}
+        settings["max_position_embeddings"] = target.config.get_text_config(decoder=True).max_position_embeddings
+        num_target_layers, num_layers = settings["num_target_layers"], settings["num_hidden_layers"]
+        named = self.target_layer_ids
+        layers = default_target_layer_ids(num_layers, num_target_layers) if named is None else named
+        if not layers or len(set(layers)) < len(layers) or not all(0 <= layer < num_target_layers for layer in layers):
+            allowed = f"Allowed: different ones of 0 to {num_target_layers - 1}."
+            raise RequestError("target_layer", f"{list(layers)}", allowed)
+        mask_token_id = _mask_token_id(tokenizer) if self.mask_token_id is None else self.mask_token_id
+        if mask_token_id is None or not 0 <= mask_token_id < settings["vocab_size"]:
+            raise RequestError(
+                "mask_token", "none, of a tokenizer without mask and padding token" if mask_token_id is None
+                else f"{mask_token_id}", f"Allowed: 0 to {settings['vocab_size'] - 1}, best one that no text holds.",
+            )  # fmt: skip
+        if settings["num_attention_heads"] % settings["num_key_value_heads"]:
+            found = f"{settings['num_key_value_heads']} for {settings['num_attention_heads']} heads"
+            raise RequestError("key_value_heads", found, "Allowed: a divisor of the number of heads.")
+        if settings["head_dim"] % 2:
+            raise RequestError("head_dim", str(settings["head_dim"]), "Allowed: an even number, for its rotation.")
+        settings["dflash_config"] = {"mask_token_id": mask_token_id, "target_layer_ids": list(layers)}
         return draft_config(settings, "the drafter to train")
+
+
+_NAMES = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+_FIRST = {
+    "architectures": [ARCHITECTURE], "block_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 384,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def _mask_token_id(tokenizer: Any) -> int | None:
+    choices = (tokenizer.mask_token_id, tokenizer.pad_token_id)
+    return next((token for token in choices if token is not None), None)
 
 
 def fit_dflash(fit: Fit, shape: DFlashShape) -> None:
     """Train a drafter of this shape, or go on with one.
 
     Raises:
-        ModelError: the target cannot be loaded.
-        RequestError: no text, no mask token, a start of another shape, or a folder that holds a training with other
-            settings.
+        ModelError: the target or the start cannot be loaded.
+        RequestError: no text, no mask token, a shape that no drafter of this target can have, a start of another
+            shape, or a folder that holds something else than this training.
     """
     target, tokenizer = fit.load_target()
-    choices = (shape.mask_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id)
-    mask_token_id = next((token for token in choices if token is not None), None)
-    if mask_token_id is None:
-        raise RequestError(
-            "mask_token_id", "a tokenizer with neither a mask nor a padding token", "Allowed: any token of its own."
-        )
     with torch.random.fork_rng():
         torch.manual_seed(fit.schedule.seed)
-        network = fit.network(DFlashDraftModel, shape.config(target, mask_token_id), draft_config).to(target.device)
+        network = fit.network(
+            DFlashDraftModel, draft_config, lambda: shape.config(target, tokenizer), {**ties(target), **shape.asked}
+        ).to(target.device)
         if fit.start is None:
             _begin_flat(network, target)
     fit.run(DFlashStudent(network), target, tokenizer, attrs.asdict(shape))

@@ -2,10 +2,11 @@
 
 import attrs
 import torch
+from attrs.validators import optional
 from transformers import PreTrainedModel
 
 from treegraft_plugins.hf.heads.model import ARCHITECTURE, HeadsDraftModel, heads_config
-from treegraft_plugins.hf.training.course import Fit, Student
+from treegraft_plugins.hf.training.course import Fit, Student, ties
 from treegraft_plugins.hf.training.teacher import Lesson
 from treegraft_plugins.options import whole
 
@@ -35,28 +36,23 @@ class HeadsShape:
     """The drafter's size.
 
     Args:
-        num_heads: L, places that are covered.
+        num_heads: L, places that are covered; None for as many as the start has, 4 of a drafter that begins anew.
     """
 
-    num_heads: int = attrs.field(default=4, validator=whole(1))
+    num_heads: int | None = attrs.field(default=None, validator=optional(whole(1)))
 
 
 def fit_heads(fit: Fit, shape: HeadsShape) -> None:
     """Train heads of this shape, or go on with some.
 
     Raises:
-        ModelError: the target cannot be loaded.
-        RequestError: no text, a start of another shape, or a folder that holds a training with other settings.
+        ModelError: the target or the start cannot be loaded.
+        RequestError: no text, a start of another shape, or a folder that holds something else than this training.
     """
     target, tokenizer = fit.load_target()
-    of_target = target.config.get_text_config(decoder=True)
-    settings = {
-        "architectures": [ARCHITECTURE],
-        "num_heads": shape.num_heads,
-        "hidden_size": of_target.hidden_size,
-        "num_target_layers": of_target.num_hidden_layers,
-        "vocab_size": of_target.vocab_size,
-    }
-    network = fit.network(HeadsDraftModel, heads_config(settings, "the heads to train"), heads_config)
-    network = network.to(target.device)
-    fit.run(HeadsStudent(network), target, tokenizer, attrs.asdict(shape))
+    asked = attrs.asdict(shape, filter=lambda _, value: value is not None)
+    first = {"architectures": [ARCHITECTURE], "num_heads": 4, **ties(target), **asked}
+    network = fit.network(
+        HeadsDraftModel, heads_config, lambda: heads_config(first, "the heads to train"), {**ties(target), **asked}
+    )
+    fit.run(HeadsStudent(network.to(target.device)), target, tokenizer, attrs.asdict(shape))

@@ -1,20 +1,23 @@
 """The text that drafters are trained on: windows of a corpus, and what the target itself writes after them."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
+from attrs.validators import deep_iterable, min_len
 from transformers import DynamicCache, PreTrainedModel
 
 from treegraft.errors import RequestError
 from treegraft.tree import Floats, Ints
-from treegraft_plugins.options import whole
+from treegraft_plugins.hf.training.kept import asked_otherwise, damaged, fingerprint, text_fingerprint
+from treegraft_plugins.options import number, whole
 
 Report = Callable[[str], None]
+_PROMPTS = 'Allowed in JSON lines: objects with "turns", a list of strings.'
 
 
 @attrs.frozen(eq=False)
@@ -41,7 +44,7 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
     """The texts under `paths`: files, folders of files, or prompts (JSON lines with `turns`).
 
     Raises:
-        RequestError: a path does not exist, or nothing in it can be read as text.
+        RequestError: a path does not exist, nothing in it can be read as text, or a line of JSON is no prompt.
     """
     texts = []
     for path in paths:
@@ -63,8 +66,21 @@ def _texts_of(file: Path) -> list[str]:
     except UnicodeDecodeError:
         return []
     if file.suffix == ".jsonl":
-        return [turn for line in text.splitlines() for turn in json.loads(line)["turns"]]
+        lines = enumerate(text.split("\n"), 1)  # a string of JSON may hold what splitlines() splits at
+        return [turn for at, line in lines if line.strip() for turn in _turns(line, f"{file}:{at}")]
     return [text] if text else []
+
+
+def _turns(line: str, where: str) -> list[str]:
+    try:
+        turns = json.loads(line)["turns"]
+    except json.JSONDecodeError as error:
+        raise RequestError(where, f"not JSON ({error})", _PROMPTS) from error
+    except (KeyError, TypeError) as error:
+        raise RequestError(where, "no 'turns'", _PROMPTS) from error
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise RequestError(where, f"turns {turns!r:.60}", _PROMPTS)
+    return turns
 
 
 def token_stream(texts: Iterable[str], tokenizer: Any) -> Ints:
@@ -74,13 +90,7 @@ def token_stream(texts: Iterable[str], tokenizer: Any) -> Ints:
 
 
 def windows(stream: Ints, length: int, count: int, rng: np.random.Generator) -> Ints:
-    """int64 [count, length]: windows of the stream, begun anywhere.
-
-    Raises:
-        RequestError: the stream is shorter than a window.
-    """
-    if len(stream) < length:
-        raise RequestError("text", f"{len(stream)} tokens", f"Allowed: at least one window of {length}.")
+    """int64 [count, length]: windows of a stream that is as long as one at least, begun anywhere."""
     starts = rng.integers(0, len(stream) - length + 1, count)
     return stream[starts[:, None] + np.arange(length)]
 
@@ -126,9 +136,9 @@ def continuations(
     batches = [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
     tokens, first = np.zeros((count, length), np.int64), np.zeros(count, np.int64)
     temperature = np.zeros(count)
-    for number, batch in enumerate(batches):
+    for turn, batch in enumerate(batches):
         rows, num_prompt = slice(batch.start, batch.stop), int(rng.integers(length // 8, length // 2 + 1))
-        first[rows], temperature[rows] = num_prompt, temperatures[number % len(temperatures)]
+        first[rows], temperature[rows] = num_prompt, temperatures[turn % len(temperatures)]
         prompts = windows(stream, num_prompt, len(batch), rng)
         tokens[rows] = continued(model, prompts, length, temperature[batch.start], generator)
         report(f"{batch.stop}/{count} texts continued by the target")
@@ -146,14 +156,25 @@ class TextPlan:
         num_held_out: windows of the held-out corpus that the target continues, for each temperature.
         temperatures: of the continuations; name one more than once to give it a larger share.
         seed: of all choices.
+
+    Raises:
+        RequestError: no window at all to train on.
     """
 
     length: int = attrs.field(default=256, validator=whole(32))
     num_windows: int = attrs.field(default=1024, validator=whole(0))
-    num_continued: int = attrs.field(default=1024, validator=whole(0))
-    num_held_out: int = attrs.field(default=64, validator=whole(1))
-    temperatures: tuple[float, ...] = (0.0, 0.8, 0.8, 0.8)
+    num_continued: int = attrs.field(default=512, validator=whole(0))
+    num_held_out: int = attrs.field(default=32, validator=whole(1))
+    temperatures: tuple[float, ...] = attrs.field(
+        default=(0.0, 0.8, 0.8, 0.8), validator=[min_len(1), deep_iterable(number(0.0))]
+    )
     seed: int = attrs.field(default=0, validator=whole(0))
+
+    def __attrs_post_init__(self) -> None:
+        if not self.num_windows + self.num_continued:
+            raise RequestError(
+                "num_windows", "0, and num_continued 0: nothing to train on", "Allowed: at least 1 of either."
+            )
 
 
 @attrs.frozen(eq=False)
@@ -177,19 +198,23 @@ def prepared(
     """The text of a plan: read from `file` where it lies there already, else made and written there.
 
     Raises:
-        RequestError: `file` was made by another plan.
+        RequestError: `file` was made by another plan, of another text or for another target; or there is too little
+            text, or some of it is held out and trained on.
     """
-    described = json.dumps([attrs.asdict(plan), model.name_or_path, [str(path) for path in (*texts, *held_out)]])
+    _require_apart(texts, held_out)
+    read = {"text": read_texts(texts), "held out": read_texts(held_out)}
+    asked = {
+        **attrs.asdict(plan),
+        "target": fingerprint(model),
+        **{name: text_fingerprint(read[name]) for name in read},
+    }
     if file.exists():
-        with np.load(file) as saved:
-            if str(saved["plan"]) != described:
-                raise RequestError(
-                    str(file), "text made by another plan", "Allowed: to go on with the same text.",
-                    "Repeat the command as it was, or name another folder.",
-                )  # fmt: skip
-            columns = (saved[name].astype(np.int64) for name in ("tokens", "first"))
-            return Text(saved["train"].astype(np.int64), Continuations(*columns, saved["temperature"]))
-    stream, other = (token_stream(read_texts(paths), tokenizer) for paths in (texts, held_out))
+        return _saved(file, asked)
+    streams = {name: token_stream(read[name], tokenizer) for name in read}
+    for name, stream in streams.items():
+        if len(stream) < plan.length:
+            raise RequestError(name, f"{len(stream)} tokens in all", f"Allowed: at least one window of {plan.length}.")
+    stream, other = streams.values()
     report(f"{len(stream)} tokens of text, {len(other)} held out")
     each = {"length": plan.length, "seed": plan.seed, "report": report}
     held = continuations(
@@ -200,8 +225,32 @@ def prepared(
     train = np.concatenate(
         [windows(stream, plan.length, plan.num_windows, np.random.default_rng(plan.seed)), own.tokens]
     )
+    partial = file.with_name(f"part-{file.name}")
     np.savez_compressed(
-        file, plan=described, train=train.astype(np.int32), tokens=held.tokens.astype(np.int32), first=held.first,
-        temperature=held.temperature,
+        partial, plan=json.dumps(asked), train=train.astype(np.int32), tokens=held.tokens.astype(np.int32),
+        first=held.first, temperature=held.temperature,
     )  # fmt: skip
+    partial.replace(file)
     return Text(train, held)
+
+
+def _saved(file: Path, asked: Mapping[str, Any]) -> Text:
+    with damaged(file), file.open("rb") as content, np.load(content) as saved:
+        made, columns = json.loads(str(saved["plan"])), {name: saved[name] for name in saved.files if name != "plan"}
+    changed = asked_otherwise(made, asked)
+    if changed:
+        raise RequestError(
+            str(file), f"text made otherwise ({'; '.join(changed.values())})", "Allowed: to go on with the same text.",
+            "Repeat the command as it was, or name another folder.",
+        )  # fmt: skip
+    tokens, first = columns["tokens"].astype(np.int64), columns["first"].astype(np.int64)
+    return Text(columns["train"].astype(np.int64), Continuations(tokens, first, columns["temperature"]))
+
+
+def _require_apart(texts: Sequence[Path], held_out: Sequence[Path]) -> None:
+    """Refuse held-out text that is, or holds, or lies in what is trained on."""
+    for path in held_out:
+        for other in texts:
+            inner, outer = sorted((path.resolve(), other.resolve()), key=lambda each: len(each.parts), reverse=True)
+            if inner.is_relative_to(outer):
+                raise RequestError("held out", f"{path}, and {other} to train on", "Allowed: text of its own.")

@@ -13,10 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from treegraft.errors import ModelError, RequestError
 from treegraft.interfaces import ModelSpec
+from treegraft_plugins.hf.engine import max_length
 from treegraft_plugins.hf.loading import Loadable, load_causal_lm, load_network
 from treegraft_plugins.hf.probe import head_is_all
 from treegraft_plugins.hf.training.corpus import Continuations, Report, TextPlan, prepared
-from treegraft_plugins.hf.training.loop import Schedule, Trainer
+from treegraft_plugins.hf.training.kept import asked_otherwise
+from treegraft_plugins.hf.training.loop import STATE, Schedule, Trainer
 from treegraft_plugins.hf.training.teacher import Lesson, Lessons, accepted_along, lesson
 from treegraft_plugins.options import number, whole
 
@@ -42,6 +44,15 @@ class Student(ABC):
 
         Each of the N texts of `taught` serves B / N rows of anchors in a row.
         """
+
+
+def ties(target: PreTrainedModel) -> dict[str, int]:
+    """What of a drafter's configuration is its target's."""
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "hidden_size": config.hidden_size, "num_target_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+    }  # fmt: skip
 
 
 @attrs.frozen(kw_only=True)
@@ -78,7 +89,7 @@ class Course:
         ]
         anchors = torch.from_numpy(np.reshape(places, (-1, self.group))).to(taught.tokens.device)
         hidden = student.places(target, taught, anchors)
-        drafted = target.get_output_embeddings()(hidden.flatten(0, 2))
+        drafted = _read_by_head(target, hidden.flatten(0, 2))
         # What stands at place anchor + k, the target's distribution after token anchor + k - 1 decides.
         ahead = torch.arange(num_places, device=anchors.device)
         window = torch.arange(len(anchors), device=anchors.device) // num_groups
@@ -86,6 +97,13 @@ class Course:
         losses = cross_entropy(drafted, wanted, reduction="none").unflatten(0, (-1, num_places))
         weight = torch.exp(-ahead / self.gamma)
         return (losses * weight).sum(-1).mean() / weight.sum()
+
+
+def _read_by_head(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits float32 [..., V] of hidden states [..., h], whatever the target's own precision is."""
+    head = target.get_output_embeddings()
+    logits: torch.Tensor = head(hidden.to(head.weight.dtype)).float()
+    return logits
 
 
 @torch.no_grad()
@@ -99,7 +117,7 @@ def chain_accepted(student: Student, target: PreTrainedModel, text: Continuation
         padded = torch.cat([anchors, anchors[-1:].repeat(-len(anchors) % group)]).view(-1, group)
         hidden = student.places(target, taught, padded).flatten(0, 1)[: len(anchors)]
         drafts = np.zeros((length, num_places), np.int64)
-        drafts[first : length - num_places] = target.get_output_embeddings()(hidden).argmax(-1).cpu().numpy()
+        drafts[first : length - num_places] = _read_by_head(target, hidden).argmax(-1).cpu().numpy()
         accepted, rounds = accepted_along(drafts, row, first)
         num_accepted, num_rounds = num_accepted + accepted, num_rounds + rounds
     return num_accepted / num_rounds
@@ -146,31 +164,32 @@ class Fit:
         return model.requires_grad_(False), tokenizer
 
     def network(
-        self, kind: type[Network], config: PreTrainedConfig, read: Callable[[dict[str, Any], str], PreTrainedConfig]
+        self,
+        kind: type[Network],
+        read: Callable[[dict[str, Any], str], PreTrainedConfig],
+        fresh: Callable[[], PreTrainedConfig],
+        asked: Mapping[str, Any],
     ) -> Network:
-        """The network to train: with random weights, or those of `start`, in float32.
+        """The network to train, in float32: with random weights, or the one that `start` is.
 
         Args:
             kind: its class.
-            config: what it must be.
             read: the configuration of a checkpoint's config.json, see `load_network`.
+            fresh: the configuration of one that begins with random weights.
+            asked: settings that a start has to have: the target's, and those of its own that were asked for.
 
         Raises:
             ModelError: `start` cannot be loaded.
             RequestError: it has another shape, or was made for another target.
         """
         if self.start is None:
-            return kind(config)
+            return kind(fresh())
         network = load_network(self.start, kind, read)
-        asked, found = config.to_dict(), network.config.to_dict()
-        unlike = [
-            f"{key} {found.get(key)!r}, asked for {value!r}"
-            for key, value in asked.items()
-            if key not in ("dtype", "transformers_version", "_name_or_path") and found.get(key) != value
-        ]
+        found = network.config.to_dict()
+        unlike = asked_otherwise({**found, **found.get("dflash_config", {})}, asked)
         if unlike:
             raise RequestError(
-                "start", f"{self.start.path!r} with {'; '.join(unlike)}",
+                "start", f"{self.start.path!r} with {'; '.join(unlike.values())}",
                 "Allowed: a drafter for this target, of the shape that is asked for.",
             )  # fmt: skip
         return network.float()
@@ -179,14 +198,24 @@ class Fit:
         """Train, or go on where an interrupted training stopped, and write the drafter to `out`.
 
         Raises:
-            RequestError: no text, or `out` holds a training with other settings.
+            RequestError: a length that does not suit target and drafter, no text, or an `out` that holds a training
+                with other settings, or something else.
         """
+        self._require_length(student, target)
+        text_file = self.out / "text.npz"
+        if (self.out / "config.json").exists() and not (text_file.exists() or (self.out / STATE).exists()):
+            raise RequestError(
+                str(self.out), "a model that no training here wrote", "Allowed: a new folder, or one to go on with."
+            )
         self.out.mkdir(parents=True, exist_ok=True)
+        groups = {"text": attrs.asdict(self.plan), "course": attrs.asdict(self.course), "shape": shape}
+        settings = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
+        settings["start"] = None if self.start is None else self.start.path
+        trainer = Trainer(student.network, self.schedule, settings, self.out, self.report)
+        trainer.resume()
         text = prepared(
-            self.plan, target, tokenizer, texts=self.texts, held_out=self.held_out, file=self.out / "text.npz",
-            report=self.report,
-        )  # fmt: skip
-
+            self.plan, target, tokenizer, texts=self.texts, held_out=self.held_out, file=text_file, report=self.report
+        )
         lessons = Lessons.of(
             target, text.train, student.hidden_layers, self.course.temperature, self.out, self.report
         )  # fmt: skip
@@ -197,11 +226,15 @@ class Fit:
                 for temperature in sorted(set(self.plan.temperatures))
             }
 
-        settings = {
-            "text": attrs.asdict(self.plan), "course": attrs.asdict(self.course), "shape": dict(shape),
-            "start": None if self.start is None else self.start.path,
-        }  # fmt: skip
-        Trainer(
-            student.network, lambda rng: self.course.loss(student, lessons, rng), measure, self.schedule,
-            settings, self.out, self.report,
-        ).run()  # fmt: skip
+        trainer.run(lambda rng: self.course.loss(student, lessons, rng), measure)
+
+    def _require_length(self, student: Student, target: PreTrainedModel) -> None:
+        """Refuse windows that leave no place for anchors behind a beginning of half a window, or that are too long."""
+        least = 2 * student.num_places + 1
+        most = max_length(target.config.get_text_config(decoder=True))
+        if self.plan.length < least or (most is not None and self.plan.length > most):
+            raise RequestError(
+                "length", f"windows of {self.plan.length} tokens",
+                f"Allowed: at least {least}, for {student.num_places} places"
+                + ("." if most is None else f"; at most {most}, as the target reads."),
+            )  # fmt: skip

@@ -15,10 +15,12 @@ from torch import nn
 from treegraft.errors import RequestError
 from treegraft_plugins.hf.loading import without_progress_bars
 from treegraft_plugins.hf.training.corpus import Report
+from treegraft_plugins.hf.training.kept import asked_otherwise, damaged
 from treegraft_plugins.options import number, whole
 
 STATE = "training.pt"
 CURVE = "curve.jsonl"
+_STEPS = "schedule.steps"
 
 
 @attrs.frozen(kw_only=True)
@@ -35,7 +37,7 @@ class Schedule:
     """
 
     steps: int = attrs.field(default=2000, validator=whole(1))
-    learning_rate: float = attrs.field(default=0.02, validator=number(1e-6))
+    learning_rate: float = attrs.field(default=0.03, validator=number(1e-6))
     warm_up: int = attrs.field(default=20, validator=whole(1))
     measure_every: int = attrs.field(default=200, validator=whole(1))
     save_every: int = attrs.field(default=200, validator=whole(1))
@@ -88,17 +90,13 @@ class Trainer:
 
     Args:
         model: in float32; saved with its own `save_pretrained`.
-        loss: of a step, from its randomness.
-        measure: held-out figures by name.
         schedule: how long, and how often to look.
-        settings: what the training data and the loss depend on; a checkpoint made with others is refused.
+        settings: what the training data and the loss depend on, by name; a checkpoint made with others is refused.
         out: the folder for the checkpoint, the curve and the finished model.
         report: where lines of progress go.
     """
 
     model: nn.Module
-    loss: Callable[[np.random.Generator], torch.Tensor]
-    measure: Callable[[], Mapping[str, float]]
     schedule: Schedule
     settings: Mapping[str, Any]
     out: Path
@@ -117,22 +115,65 @@ class Trainer:
             self._optimizers.append(torch.optim.AdamW(others, lr=rate / 5, betas=(0.9, 0.95), weight_decay=0.0))
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
 
-    def run(self) -> None:
-        """Train from wherever the folder's checkpoint left off to the last step, and save the model."""
-        self._resume()
+    def resume(self) -> None:
+        """Go to where the folder's checkpoint left off, if there is one.
+
+        Raises:
+            RequestError: it was made with other settings, or is damaged.
+        """
+        file, curve = self.out / STATE, self.out / CURVE
+        if not file.exists():
+            curve.unlink(missing_ok=True)
+            return
+        with damaged(file):
+            state = torch.load(file, weights_only=True)
+            before = json.loads(state["settings"])
+        self._require_same(before, state["step"])
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._step, self._average = state["step"], state["average"]
+        with damaged(curve):
+            lines = curve.read_text().splitlines() if curve.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] <= self._step]
+        curve.write_text("".join(line + "\n" for line in kept))
+        self._save_model()  # the interruption may have come between checkpoint and model
+        self.report(f"resumed at step {self._step}")
+
+    def _require_same(self, before: Mapping[str, Any], step: int) -> None:
+        now = self._described()
+        changed = asked_otherwise(before, now)
+        if list(changed) == [_STEPS] and 2 * step <= min(before[_STEPS], now[_STEPS]):
+            return  # the rate was the same so far
+        if changed:
+            raise RequestError(
+                str(self.out / STATE), f"a training with other settings ({'; '.join(changed.values())})",
+                "Allowed: to go on with the same settings; another number of steps before half of either is done.",
+                "Repeat the command as it was, or name another folder and this one as its start.",
+            )  # fmt: skip
+
+    def run(
+        self, loss: Callable[[np.random.Generator], torch.Tensor], measure: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Train from wherever the checkpoint left off to the last step, and save the model.
+
+        Args:
+            loss: of a step, from its randomness.
+            measure: held-out figures by name.
+        """
         schedule, begin, first = self.schedule, time.monotonic(), self._step
         self.model.train()
         while self._step < schedule.steps:
-            self._advance()
+            self._advance(loss(schedule.rng(self._step)))
             if self._step % schedule.measure_every == 0 or self._step == schedule.steps:
-                self._look(schedule.steps - self._step, (time.monotonic() - begin) / (self._step - first))
+                self._look(measure, schedule.steps - self._step, (time.monotonic() - begin) / (self._step - first))
             if self._step % schedule.save_every == 0 or self._step == schedule.steps:
                 self._save()
+        self.report(f"trained for {self._step} steps: {self.out}")
 
-    def _advance(self) -> None:
+    def _advance(self, loss: torch.Tensor) -> None:
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * self.schedule.factor(self._step)
-        loss = self.loss(self.schedule.rng(self._step))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self._optimizers:
@@ -142,10 +183,10 @@ class Trainer:
         value = loss.item()
         self._average = value if self._average is None else 0.98 * self._average + 0.02 * value
 
-    def _look(self, num_left: int, seconds_per_step: float) -> None:
+    def _look(self, measure: Callable[[], Mapping[str, float]], num_left: int, seconds_per_step: float) -> None:
         """Measure, report, and add a line to the curve."""
         self.model.eval()
-        figures = {"loss": self._average, **self.measure()}
+        figures = {"loss": self._average, **measure()}
         self.model.train()
         with (self.out / CURVE).open("a") as file:
             file.write(json.dumps({"step": self._step, **figures}) + "\n")
@@ -154,48 +195,27 @@ class Trainer:
         self.report(f"step {self._step}/{self.schedule.steps}: {shown}, {seconds_per_step:.2f} s a step, {left}")
 
     def _save(self) -> None:
-        """The model in bfloat16, as a drafter loads it, and in float32 with all that resuming needs."""
-        with without_progress_bars():
-            copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(self.out)
+        """All that resuming needs, in float32, and the model."""
         state = {
             "step": self._step,
             "average": self._average,
-            "settings": self._described(),
+            "settings": json.dumps(self._described()),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         unfinished = self.out / (STATE + ".part")
         torch.save(state, unfinished)
         unfinished.replace(self.out / STATE)
+        self._save_model()
 
-    def _resume(self) -> None:
-        file = self.out / STATE
-        if not file.exists():
-            (self.out / CURVE).unlink(missing_ok=True)
-            return
-        state = torch.load(file, weights_only=True)
-        before, now = json.loads(state["settings"]), json.loads(self._described())
-        changed = [key for key in now if before.get(key) != now[key]]
-        if changed == ["steps"] and 2 * state["step"] <= min(before["steps"], now["steps"]):
-            changed = []  # the rate was the same so far
-        if changed:
-            raise RequestError(
-                str(file), f"a training with other settings ({', '.join(changed)})",
-                "Allowed: to go on with the same settings; another number of steps before half of either is done.",
-                "Repeat the command as it was, or name another folder.",
-            )  # fmt: skip
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self._step, self._average = state["step"], state["average"]
-        lines = (self.out / CURVE).read_text().splitlines() if (self.out / CURVE).exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= self._step]
-        (self.out / CURVE).write_text("".join(line + "\n" for line in kept))
-        self.report(f"resumed at step {self._step}")
+    def _save_model(self) -> None:
+        """The model in bfloat16, as a drafter loads it."""
+        with without_progress_bars():
+            copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(self.out)
 
-    def _described(self) -> str:
-        """All that the result depends on, but how often it is looked at, as JSON."""
-        schedule = attrs.asdict(self.schedule)
-        for name in ("measure_every", "save_every"):
-            del schedule[name]
-        return json.dumps({**self.settings, **schedule}, sort_keys=True, default=str)
+    def _described(self) -> dict[str, Any]:
+        """All that the result depends on, but how often it is looked at, by name."""
+        schedule = attrs.asdict(
+            self.schedule, filter=lambda field, _: field.name not in ("measure_every", "save_every")
+        )
+        return {**self.settings, **{f"schedule.{name}": value for name, value in schedule.items()}}

@@ -1,5 +1,7 @@
 """What a target says about given text: the hidden states drafters read, and the distributions they learn from."""
 
+import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from transformers import PreTrainedModel
 
 from treegraft.tree import Ints
 from treegraft_plugins.hf.training.corpus import Report
+from treegraft_plugins.hf.training.kept import fingerprint
 
 
 @attrs.frozen(eq=False)
@@ -58,14 +61,21 @@ class Lessons:
         cls, model: PreTrainedModel, tokens: Ints, hidden_layers: Sequence[int], temperature: float, folder: Path,
         report: Report, batch_size: int = 16,
     ) -> "Lessons":  # fmt: skip
-        """Read the states of `tokens` [N, T] from the file in `folder`, or compute and write them."""
+        """Read the states of `tokens` [N, T] from the file in `folder`, or compute and write them.
+
+        The file's name says of what they are; one of anything else, or of another size, is removed.
+        """
         layers = [*hidden_layers, model.config.get_text_config(decoder=True).num_hidden_layers]
         width = model.config.get_text_config(decoder=True).hidden_size
-        file = folder / f"hidden-{'-'.join(map(str, hidden_layers))}.bin"
-        partial = file.with_suffix(".part")
         shape = (*tokens.shape, len(layers), width)
+        of = f"{fingerprint(model)} {model.dtype} {shape} {hidden_layers}".encode() + tokens.tobytes()
+        file = folder / f"hidden-{hashlib.sha256(of).hexdigest()[:16]}.bin"
+        for other in folder.glob("hidden-*"):
+            if other != file or other.stat().st_size != math.prod(shape) * model.dtype.itemsize:
+                other.unlink()
+        partial = file.with_suffix(".part")
         place = str(file if file.exists() else partial)
-        hidden = torch.from_file(place, shared=True, size=int(np.prod(shape)), dtype=model.dtype).view(shape)
+        hidden = torch.from_file(place, shared=True, size=math.prod(shape), dtype=model.dtype).view(shape)
         lessons = cls(torch.from_numpy(tokens.astype(np.int64)), hidden, model, temperature)
         if file.exists():
             return lessons
@@ -77,8 +87,8 @@ class Lessons:
                 logits_to_keep=1,
             )  # fmt: skip
             hidden[rows] = torch.stack([output.hidden_states[layer].cpu() for layer in layers], dim=2)
-            if start % (16 * batch_size) == 0:
-                report(f"{start}/{len(tokens)} windows read by the target")
+            if rows.stop % (16 * batch_size) == 0 or rows.stop >= len(tokens):
+                report(f"{min(rows.stop, len(tokens))}/{len(tokens)} windows read by the target")
         partial.replace(file)
         return lessons
 
