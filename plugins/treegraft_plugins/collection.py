@@ -3,9 +3,10 @@
 Whatever stops the making, at whatever moment, the same command goes on with it.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from treegraft.errors import RequestError
+from treegraft.errors import RequestError, TreeGraftError
 from treegraft.pipeline import Pipeline
 from treegraft_plugins.costs import FixedCosts
 
@@ -50,24 +51,118 @@ def kept_apart(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
     return fitting, list(texts[::VALIDATION])
 
 
+def require_apart(texts: Sequence[Text], held_out: Sequence[Text]) -> None:
+    """Refuse held-out texts that are fitted to.
+
+    Raises:
+        RequestError: naming the first.
+    """
+    fitted_to = {text.token_ids for text in texts}
+    for text in held_out:
+        if text.token_ids in fitted_to:
+            raise RequestError(
+                "--held-out", f"the prompt {text.id!r}, which is among --prompts too", "Allowed: prompts of its own."
+            )
+
+
 def texts_hash(texts: Sequence[Text]) -> str:
     """A hash over ids, kinds and tokens of all texts, in order."""
     content = json.dumps([attrs.asdict(text) for text in texts])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def cell_name(text: Text, temperature: float) -> str:
-    """A file name for (text, temperature): ids may hold anything."""
-    return f"{hashlib.sha256(text.id.encode()).hexdigest()[:16]}-t{temperature:g}"
+def cell_name(text: Any, temperature: float) -> str:
+    """A file name for (text, temperature): ids may hold anything, and may be those of another file's texts too."""
+    content = json.dumps(attrs.asdict(text))
+    return f"{hashlib.sha256(content.encode()).hexdigest()[:16]}-t{temperature:g}"
 
 
-def kept_costs(pipeline: Pipeline, folder: Path) -> FixedCosts:
-    """The pipeline's latencies when the folder was begun: what is modelled there is modelled by one table."""
-    path = folder / COSTS
+def claim(folder: Path, command: str) -> None:
+    """Make a folder the one of a command, whose files are written over by that command alone.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir() or not any(folder.iterdir()):
+        agree(path, {"command": command})
+        return
+    with damaged(path, "Delete the whole folder."):
+        owner = json.loads(path.read_text()).get("command") if path.exists() else None
+    if owner != command:
+        raise RequestError(
+            str(folder), "a folder that holds something else", f"Allowed: a new or empty one, or one of {command}."
+        )
+
+
+def agree(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write a folder's settings to `path`, or see that those there are the same.
+
+    Raises:
+        RequestError: they differ, or cannot be read.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    here = json.loads(json.dumps(settings))
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(pipeline.costs.table()) + "\n")
-    return FixedCosts(**json.loads(path.read_text()))
+        write_whole(path, json.dumps(here, indent=1) + "\n")
+        return
+    with damaged(path, "Delete the whole folder."):
+        there = dict(json.loads(path.read_text()))
+    differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    if differing:
+        key = differing[0]
+        raise RequestError(
+            f"{path}: {key}", f"{there.get(key)!r:.99}; now {here.get(key)!r:.99}",
+            "A folder holds what one command made.", "Take another --out, or the options it was begun with.",
+        )  # fmt: skip
+
+
+def kept_costs(pipeline: Pipeline, folder: Path, given: Path | None) -> FixedCosts:
+    """The pipeline's latencies when the folder was begun: what is modelled there is modelled by one table.
+
+    Args:
+        pipeline: loaded.
+        folder: a command's own.
+        given: the file that the pipeline's table is from, or None where it was measured.
+
+    Raises:
+        RequestError: a target costs nothing, the folder was begun with another table than the one given, or its own
+            is damaged.
+    """
+    path, table = folder / COSTS, pipeline.costs.table()
+    if not FixedCosts(**table).target_ms(1, 0) > 0:
+        raise RequestError(str(given or "costs"), "a target that costs nothing", "Allowed: latencies > 0.")
+    if not path.exists():
+        write_whole(path, json.dumps(table) + "\n")
+    with damaged(path):
+        there = FixedCosts(**json.loads(path.read_text()))
+    if given is not None and there.table() != FixedCosts(**table).table():
+        raise RequestError(
+            f"--costs {given}", f"another table than {path}, which the folder was begun with",
+            "A folder holds what one command made.", "Take another --out.",
+        )  # fmt: skip
+    return there
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file, whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(content)
+    part.replace(path)
+
+
+@contextlib.contextmanager
+def damaged(file: Path, action: str = "Delete it: what it held is made anew.") -> Iterator[None]:
+    """Whatever goes wrong while a kept file is read, as an error that says which one it is, and what to do."""
+    try:
+        yield
+    except TreeGraftError:
+        raise
+    except Exception as error:
+        raise RequestError(
+            str(file), f"damaged ({type(error).__name__})", "Allowed: what the same command wrote.",
+            action,
+        ) from error  # fmt: skip
 
 
 @attrs.frozen
@@ -94,7 +189,7 @@ class Collection:
         Raises:
             RequestError: the folder was made with other settings.
         """
-        self._check()
+        agree(self.folder / MANIFEST, self.settings)
         found = []
         for number, name in enumerate(names):
             progress(what, number, len(names))
@@ -104,24 +199,7 @@ class Collection:
                 with part.open("wb") as file:
                     np.savez_compressed(file, **make(number))
                 part.replace(path)
-            with np.load(path) as saved:
+            with damaged(path), path.open("rb") as content, np.load(content) as saved:
                 found.append(dict(saved))
         progress(what, len(names), len(names))
         return found
-
-    def _check(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path, here = self.folder / MANIFEST, json.loads(json.dumps(self.settings))
-        if not path.exists():
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(here, indent=1) + "\n")
-            part.replace(path)
-            return
-        there = json.loads(path.read_text())
-        differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-        if differing:
-            key = differing[0]
-            raise RequestError(
-                f"{path}: {key}", f"{there.get(key)!r:.99}; now {here.get(key)!r:.99}",
-                "A folder holds what one command made.", "Take another --out, or the options it was begun with.",
-            )  # fmt: skip

@@ -92,9 +92,14 @@ class FileCosts(CostModel):
 
     def bind(self, target: TargetModel, sources: Sequence[Source]) -> None:
         """Read the file's figures for these sources; one file may serve pipelines with different ones."""
-        known = {
-            source.name: self._table.sources[source.name] for source in sources if source.name in self._table.sources
-        }
+        missing = [source.name for source in sources if source.name not in self._table.sources]
+        if missing:
+            raise ComposeError(
+                "path", f"{self.path} says nothing of {', '.join(missing)}",
+                f"It says what these cost: {', '.join(self._table.sources) or 'none'}.",
+                "Measure the pipeline with treegraft bench costs, or add them; what is free costs 0.",
+            )  # fmt: skip
+        known = {source.name: self._table.sources[source.name] for source in sources}
         self._table = attrs.evolve(self._table, sources=known)
 
     def table(self) -> dict[str, Any]:

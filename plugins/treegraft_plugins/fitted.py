@@ -45,9 +45,17 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file whose header was read."""
+    """The arrays of a file whose header was read.
+
+    Raises:
+        ValueError: a number in them is none.
+    """
     with safe_open(path, "numpy") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{path}: {name} holds what is no finite number")
+    return arrays
 
 
 def versions() -> dict[str, str]:

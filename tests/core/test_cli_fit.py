@@ -1,13 +1,17 @@
 """`treegraft fit collect` and `fit scheduler`: what they make of each other's files, and what they refuse."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import treegraft
+import treegraft_plugins
 from treegraft.cli import main
 from treegraft_plugins.schedulers.distilled.collect import read_collection
 from treegraft_plugins.schedulers.distilled.trajectories import COLUMNS
@@ -111,6 +115,45 @@ def test_a_folder_of_another_version_is_refused_by_both(collected, tmp_path):
         assert "format 1" in result.stderr and "Collect anew" in result.stderr
 
 
+@pytest.mark.parametrize("words", [("steps=11",), ("--temperature", "nan"), ("--temperature=-1",), ("--seed", -1)])
+def test_what_cannot_be_collected_leaves_the_folder_to_what_can(words, tmp_path):
+    result = collect(tmp_path / "c", *words)
+    assert result.exit_code == 2 and "Not foreseen" not in result.output
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_prompt_that_fills_the_context_is_refused_by_name_before_anything_is_made(tmp_path):
+    long = {"id": "long", "category": "x", "turns": ["import os\n" * 1500]}
+    (tmp_path / "long.jsonl").write_text(json.dumps(long))
+    result = run("collect", "--prompts", tmp_path / "long.jsonl", "--out", tmp_path / "c")
+    assert result.exit_code == 2 and "long.jsonl: prompt 'long': " in result.stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_prompts_of_two_files_may_have_the_same_ids(tmp_path):
+    for name in "ab":
+        line = {"id": 1, "category": name, "turns": [f"for {name} in range(10):\n    print({name})\n"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    files = f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
+    words = ("--temperature", 0, "--max-new-tokens", 4, "steps=1", COSTS)
+    result = run("collect", "--prompts", files, "--out", tmp_path / "c", *words)
+    assert result.exit_code == 0, result.output
+    said, rounds = read_collection(tmp_path / "c")
+    assert set(rounds.report.tolist()) == {f"{said.pair} x a", f"{said.pair} x b"}
+
+
+def test_another_model_at_the_same_place_needs_another_folder(tmp_path):
+    middle = tmp_path / "middle"
+    shutil.copytree(Path(treegraft_plugins.__path__[0]) / "hf" / "demo_pair" / "middle", middle)
+    words = (f"models.middle={middle}", "models.target=demo:target", "--temperature", 0, "--max-new-tokens", 2)
+    assert collect(tmp_path / "c", *words).exit_code == 0
+    weights = load_file(middle / "model.safetensors")
+    weights["model.norm.weight"] = -weights["model.norm.weight"]
+    save_file(weights, middle / "model.safetensors", {"format": "pt"})
+    result = collect(tmp_path / "c", *words)
+    assert result.exit_code == 2 and "manifest.json: models.middle.digest" in result.stderr
+
+
 def test_missing_prompts_and_pipelines_of_one_source_are_refused(tmp_path):
     result = run("collect", "--prompts", tmp_path / "none.jsonl", "--out", tmp_path / "c")
     assert result.exit_code == 2 and "none.jsonl: No such file" in result.stderr
@@ -199,12 +242,46 @@ def test_signals_are_selected_where_none_are_named(collected, tmp_path):
         (("--exclude", "test"), "Did you mean 'tests'?"),
         (("--folds", 3), "2 reports"),
         (("--out", "weights.bin"), "ends in .safetensors"),
+        (("--num-signals", 16), "--num-signals: 16"),
+        (("--held-out", "{collected}"), "named twice"),
+        (("--report", "{collected}"), "a folder that holds something else"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(collected, tmp_path, args, message):
+    args = [str(arg).format(collected=collected) for arg in args]
     result = run("scheduler", collected, "--out", tmp_path / "x.safetensors", *args)
     assert result.exit_code == 2 and message in result.stderr
     assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("what, message", [("missing", "3 of 4 continuations"), ("damaged", "damaged")])
+def test_a_collection_that_is_not_whole_is_refused(what, message, collected, tmp_path):
+    shutil.copytree(collected, tmp_path / "c")
+    part = next((tmp_path / "c" / "parts").iterdir())
+    if what == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(part.read_bytes()[:-20])
+    result = run("scheduler", tmp_path / "c", "--out", tmp_path / "x.safetensors", *SIGNALS, *TINY)
+    assert result.exit_code == 2 and message in result.stderr and "fit collect" in result.stderr
+
+
+def test_a_middle_that_costs_nothing_is_no_choice_to_learn(tmp_path):
+    free = "costs={use: fixed, target: 5.0}"
+    assert collect(tmp_path / "c", "--temperature", 0, "--max-new-tokens", 2, costs=free).exit_code == 0
+    result = run("scheduler", tmp_path / "c", "--out", tmp_path / "x.safetensors", *SIGNALS, *TINY)
+    assert result.exit_code == 2 and "a target or middle that costs nothing" in result.stderr
+
+
+def test_weights_with_what_is_no_number_are_refused(fitted, tmp_path):
+    with safe_open(fitted, "np") as file:
+        header = file.metadata()
+    arrays = load_file(fitted)
+    name = next(name for name, array in arrays.items() if array.is_floating_point())
+    arrays[name].view(-1)[0] = float("nan")
+    save_file(arrays, tmp_path / "nan.safetensors", header)
+    with pytest.raises(treegraft.ComposeError, match="holds what is no finite number"):
+        treegraft.load("treegraft", "steps=2", f"scheduler={{use: distilled, weights: {tmp_path / 'nan.safetensors'}}}")
 
 
 def test_what_exists_is_not_written_over(fitted, collected):

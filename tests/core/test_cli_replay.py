@@ -152,10 +152,30 @@ def test_tables_show_what_differs():
         (["treegraft", "costs={use: measured}"], "costs={use: fixed}"),
         (["treegraft", "--costs", "none.json"], "none.json"),
         (["treegraft", "--temperature=-1"], "temperature"),
+        (["treegraft", "--schedules", "steps=2"], "--schedules=all"),
         (["treegraft", "--out", "no/folder.jsonl"], "--out no/folder.jsonl"),
+        (["treegraft", "--out", "prompts.jsonl"], "a file that exists"),
+        (["all_middle", "--costs", "target.json"], "says nothing of middle"),
+        (["treegraft", "--prompts", "long.jsonl"], "long.jsonl: prompt 'long': "),
         (["treegraft", "--prompts", "promts.jsonl"], "Did you mean 'prompts.jsonl'"),
     ],
 )
 def test_what_it_refuses(args, found):
+    Path("target.json").write_text(json.dumps({"target": 5.0}))
+    Path("long.jsonl").write_text(json.dumps({"id": "long", "category": "x", "turns": ["import os\n" * 1500]}))
+    before = {path: path.read_bytes() for path in Path().iterdir()}
     result = run(*args)
     assert result.exit_code == 2 and found in result.output, result.output
+    assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_a_refused_replay_leaves_no_file():
+    assert run("treegraft", "--schedules=smal", "--out", "rounds.jsonl").exit_code == 2
+    assert not Path("rounds.jsonl").exists()
+
+
+def test_a_scheduler_that_a_budget_changes_is_told():
+    told = run("treegraft", "--budgets", "16,63")
+    assert told.exit_code == 0 and "treegraft with 16 nodes: scheduler: " in told.stderr
+    assert "treegraft with 63 nodes: scheduler: " in told.stderr
+    assert "scheduler: " not in run("treegraft_fixed", "--budgets", "16,63").stderr

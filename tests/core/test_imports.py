@@ -23,6 +23,7 @@ LAZY_EXEMPTIONS = {
     ("interfaces", "treegraft_plugins.hf.rules"),
     ("pipeline", "treegraft_plugins.hf.generate"),
     ("front_door", "treegraft_plugins.hf.generate"),
+    ("cli", "treegraft_plugins.hf.loading"),
     ("cli", "treegraft_plugins.hf.training.corpus"),
     ("cli", "treegraft_plugins.hf.training.course"),
     ("cli", "treegraft_plugins.hf.training.loop"),

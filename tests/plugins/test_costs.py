@@ -53,6 +53,16 @@ def test_costs_for_a_source_that_is_not_there_are_refused():
         load("costs={use: fixed, sources: {lange: 3.0}}")
 
 
+def test_a_file_that_leaves_a_source_out_is_refused_and_may_hold_more(tmp_path):
+    path = tmp_path / "costs.json"
+    costs = f"costs={{use: file, path: {json.dumps(str(path))}}}"
+    path.write_text(json.dumps({"target": 5.0, "sources": {"small": 0.5}}))
+    with pytest.raises(treegraft.ComposeError, match=r"costs.json says nothing of middle\n.*small"):
+        load(costs)
+    path.write_text(json.dumps({"target": 5.0, "sources": {"small": 0.5, "middle": 0, "other": 1.0}}))
+    assert set(load(costs).costs.table()["sources"]) == {"small", "middle"}
+
+
 def test_measured_costs_are_positive_and_reported_with_the_generation():
     pipeline = load("costs={use: measured, cache: false}")
     costs = pipeline.generate([1, 2], 4).costs

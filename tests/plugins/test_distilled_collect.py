@@ -19,7 +19,7 @@ from treegraft_plugins.schedulers.distilled import collect as module
 from treegraft_plugins.schedulers.distilled import trajectories
 from treegraft_plugins.schedulers.distilled.collect import (
     behaviour,
-    part_name,
+    cell_name,
     read_collection,
     read_manifest,
     read_rounds,
@@ -46,7 +46,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_a_part_for_each_prompt_and_temperature(whole):
-    names = {f"parts/{part_name(text, temperature)}.parquet" for text in TEXTS for temperature in TEMPERATURES}
+    names = {f"parts/{cell_name(text, temperature)}.parquet" for text in TEXTS for temperature in TEMPERATURES}
     assert set(contents(whole)) == {"manifest.json", *names} and len(names) == NUM_PARTS
     said, rounds = read_collection(whole)
     assert said == manifest()
@@ -70,7 +70,7 @@ class Following(Scheduler):
 def test_labels_and_signals_are_those_of_a_live_run_that_follows_the_behaviour(whole, temperature, monkeypatch):
     """Its calibration is what its own rounds have taught."""
     text, (live, _) = TEXTS[0], pipelines()
-    rounds = read_rounds(whole / "parts" / f"{part_name(text, temperature)}.parquet")
+    rounds = read_rounds(whole / "parts" / f"{cell_name(text, temperature)}.parquet")
     follow = behaviour(text, temperature, manifest())
     monkeypatch.setattr(live, "parts", attrs.evolve(live.parts, scheduler=Following(follow)))
     done = live.generate(list(text.token_ids), NUM_TOKENS, temperature, seed=3, keep_rounds=True).rounds
@@ -134,7 +134,7 @@ class Killer:
 @pytest.mark.parametrize("moment", ["amidst", "after"])
 def test_killed_at_any_write_or_rename_it_goes_on_without_loss_or_duplication(whole, tmp_path, moment, monkeypatch):
     def remembered(replayed, recording, text, temperature, said):
-        return read_rounds(whole / "parts" / f"{part_name(text, temperature)}.parquet")
+        return read_rounds(whole / "parts" / f"{cell_name(text, temperature)}.parquet")
 
     # What is replayed is known, so that a collection costs little more than its writes.
     monkeypatch.setattr(module, "record", lambda *args: None)

@@ -29,6 +29,7 @@ V = 7
 TABLE = FORKS
 LOG_PROBS = TABLE - np.log(np.exp(TABLE).sum(-1, keepdims=True))
 TEXTS = [Text(f"text {number}", ("even", "odd")[number % 2], (number % V, 1)) for number in range(9)]
+HELD_OUT = [Text("x", "even", (0, 2)), Text("y", "odd", (1, 2))]
 
 
 def pipeline(nodes=12):
@@ -154,7 +155,7 @@ def test_towers_in_training_are_the_towers_that_score():
 def fit(out, **changes) -> EdgeFit:
     return attrs.evolve(
         EdgeFit(
-            pipeline=pipeline(nodes=6), texts=TEXTS, held_out=[attrs.evolve(TEXTS[0], id="x"), TEXTS[3]],
+            pipeline=pipeline(nodes=6), texts=TEXTS, held_out=HELD_OUT,
             max_new_tokens=40, temperatures=(1.0,), seed=3, betas=(0.3, 1.0),
             distillation=Distillation(rank=8, batch=64),
             schedule=Schedule(steps=60, learning_rate=0.05, measure_every=30, save_every=20, warm_up=2),

@@ -34,6 +34,7 @@ MOST = 20
 BUDGETS = np.array(below(COARSE, MOST))
 COSTS = FixedCosts(target={1: 5.0, 2: 6.0, 64: 40.0}, sources={"dflash": {1: 1.0, 8: 2.0}})
 TEXTS = [Text(f"text {number}", ("even", "odd")[number % 2], (number % V, 1)) for number in range(9)]
+HELD_OUT = [Text("x", "even", (0, 2)), Text("y", "odd", (1, 2))]
 
 
 def pipeline(target, *overrides, nodes=MOST):
@@ -256,7 +257,7 @@ def fit(out, **changes) -> BudgetFit:
     return attrs.evolve(
         BudgetFit(
             target=live(), pipeline=replayed(), setting=SETTING, texts=TEXTS,
-            held_out=[attrs.evolve(TEXTS[0], id="x"), TEXTS[3]], max_new_tokens=40, temperatures=(0.0, 1.0), seed=3,
+            held_out=HELD_OUT, max_new_tokens=40, temperatures=(0.0, 1.0), seed=3,
             num_steps=60, costs=COSTS, settings={"pipeline": "toy"}, out=out, progress=lambda *step: None,
         ),
         **changes,
@@ -282,7 +283,7 @@ def test_weights_of_a_fit_serve_the_pipeline_and_an_interrupted_one_ends_alike(t
         assert (whole / name).read_bytes() == (parts / name).read_bytes()
     assert "## flat costs, odd" in path.read_text()
     lines = [json.loads(line) for line in (whole / "rounds.jsonl").read_text().splitlines()]
-    assert {line["id"] for line in lines} == {"x", "text 3"}
+    assert {line["id"] for line in lines} == {"x", "y"}
     assert all(line["expected_accepted"] >= 0 and line["oracle_budget"] in range(MOST + 1) for line in lines)
     loaded = treegraft.load(
         "ddtree_saba", "costs={use: fixed, target: {1: 5.0, 64: 40.0}}", f"budget.verify_nodes={MOST}",

@@ -4,8 +4,8 @@
 # Usage: drafters.sh WORK       (needs treegraft installed, and one core)
 #
 # Writes the corpus to WORK/texts, and a drafter each to WORK/dflash and WORK/heads; what a wheel carries are their
-# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/. The block drafter is trained in two
-# rounds, the second on more text: the rate falls at the end of each.
+# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/. The block drafter is trained in three
+# rounds, each from the weights of the one before: the rate falls at the end of each.
 set -e
 here=$(dirname "$0")
 work=$1
@@ -15,6 +15,8 @@ dflash="$common --length 384 --num-windows 256 --num-held-out 24 --batch 4 --anc
     --learning-rate 0.02 --save-every 100
     --target-layer 1 --target-layer 4 --target-layer 7 --target-layer 9 --target-layer 11"
 treegraft fit dflash $dflash --out "$work/dflash-first" --steps 1700 --num-continued 1536 --measure-every 750
-treegraft fit dflash $dflash --out "$work/dflash" --start "$work/dflash-first" --steps "${DFLASH_STEPS:-3500}" \
-    --num-continued 2048 --measure-every 500
+treegraft fit dflash $dflash --out "$work/dflash-second" --start "$work/dflash-first" --steps 3500 --num-continued 2048 \
+    --measure-every 500
+treegraft fit dflash $dflash --out "$work/dflash" --start "$work/dflash-second" --steps "${DFLASH_STEPS:-8000}" \
+    --num-continued 2048 --measure-every 500 --seed 3
 treegraft fit heads $common --out "$work/heads" --steps "${HEADS_STEPS:-240}" --measure-every 120 --save-every 40

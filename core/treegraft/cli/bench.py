@@ -192,13 +192,19 @@ def token_ids(target: TargetModel, prompt: Prompt, chat: bool) -> list[int]:
     """The first turn, as `treegraft run` reads a prompt.
 
     Raises:
-        RequestError: there is no tokenizer, or with `chat` no chat template.
+        RequestError: there is no tokenizer, or with `chat` no chat template, or no room for a token behind the prompt.
     """
     if target.tokenizer is None:
         raise RequestError("--prompts", "the target has no tokenizer to read text with", "Allowed: one that has.")
     if chat:
-        return chat_prompt(target.tokenizer, prompt.turns[0], None, {})
-    ids: list[int] = target.tokenizer(prompt.turns[0])["input_ids"]
+        ids = chat_prompt(target.tokenizer, prompt.turns[0], None, {})
+    else:
+        ids = list(target.tokenizer(prompt.turns[0])["input_ids"])
+    if target.max_length is not None and len(ids) >= target.max_length:
+        raise RequestError(
+            f"{prompt.file}: prompt {prompt.id!r}", f"{len(ids)} tokens",
+            f"The target's context holds {target.max_length}, what follows included.", "Shorten it, or leave it out.",
+        )  # fmt: skip
     return ids
 
 

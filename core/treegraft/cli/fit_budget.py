@@ -8,12 +8,14 @@ import click
 from treegraft.bench.prompts import read_all
 from treegraft.cli.embedded import spare_threads
 from treegraft.cli.fit_edges import settings_of, texts_of
-from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
+from treegraft.cli.options import TEMPERATURES, Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.replaying import drafters, replaying
 from treegraft.cli.run import with_defaults
 from treegraft.compose import build, resolve
+from treegraft.errors import RequestError
+from treegraft.pipeline import Pipeline
 
 
 @click.command()
@@ -27,15 +29,15 @@ from treegraft.compose import build, resolve
     help="To report on, by category.",
 )  # fmt: skip
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="DIR",
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
     help="Weights, labels and report; the same command goes on with an interrupted fit.",
 )  # fmt: skip
 @click.option(
     "--pipeline", default="ddtree_saba", show_default=True, help="Whose rounds are labelled; its budget gives B."
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a continuation.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Of a continuation.")
 @click.option(
-    "--temperature", type=Listed(float, "a list of numbers"), default="0,0.8", show_default=True, metavar="T[,T...]",
+    "--temperature", type=TEMPERATURES, default="0,0.8", show_default=True, metavar="T[,T...]",
     help="Every prompt is continued at each.",
 )  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), default=1000, show_default=True, help="Optimiser steps.")
@@ -67,7 +69,7 @@ def budget(
     DIR then holds saba.safetensors, report.md (the fitted budget beside the training-free rule, the best fixed one and
     the oracle, under four cost tables) and rounds.jsonl (what each held-out round chose, expected and emitted).
     """
-    from treegraft_plugins.collection import kept_costs
+    from treegraft_plugins.collection import claim, kept_costs
     from treegraft_plugins.saba.offline import BudgetFit
 
     plugins = plugins_from_here(modules)
@@ -78,7 +80,9 @@ def budget(
         spare_threads(resolved.models)
         report("loading models", 0, 1)
         live = build(resolved)
-        table = kept_costs(live, out)
+        _require_trees(resolved.name, live)
+        claim(out, "treegraft fit budget")
+        table = kept_costs(live, out, costs)
         replayed = build(replaying(resolved, live, table))
         texts, unseen = (texts_of(live.target, read_all(files, limit, per_task), chat) for files in (prompts, held_out))
         made = {"target": live.target, **drafters(live)}
@@ -100,3 +104,10 @@ def budget(
         ).run()
     click.echo(path.read_text())
     click.echo(f"weights: {out}/saba.safetensors; report: {path}", err=True)
+
+
+def _require_trees(name: str, pipeline: Pipeline) -> None:
+    """Refuse a pipeline whose rounds hold no choice."""
+    if not pipeline.sources or pipeline.parts.budget.max_verify_nodes < 1:
+        found = "no sources" if not pipeline.sources else "a budget of no nodes"
+        raise RequestError(f"--pipeline {name}", found, "Allowed: one that drafts, and verifies a node at least.")

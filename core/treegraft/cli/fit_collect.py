@@ -10,7 +10,8 @@ from treegraft.bench.prompts import Prompt, read_all
 from treegraft.bench.records import require_packages
 from treegraft.cli.bench import token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
+from treegraft.cli.fit_edges import models_of
+from treegraft.cli.options import TEMPERATURES, Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.replaying import replaying
@@ -29,16 +30,22 @@ DATASETS = ("category", "file", "id")
     "--prompts", type=Listed(Path, "a list of files"), required=True, metavar="FILE[,FILE...]",
     help="JSON lines with id, category and turns, or Spec-Bench's own.",
 )  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="The collection's folder.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="The collection's folder.",
+)
 @click.option(
     "--pipeline", default="treegraft", show_default=True, help="Its two sources, their selectors and grafts are used."
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a continuation.")
 @click.option(
-    "--temperature", type=Listed(float, "a list of numbers"), default="0,0.8", show_default=True, metavar="T[,T...]",
+    "--temperature", type=TEMPERATURES, default="0,0.8", show_default=True, metavar="T[,T...]",
     help="Every prompt is continued at each.",
 )  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of sampling.")
 @click.option(
     "--every", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
     help="Replay all schedules at every N-th round of a continuation.",
@@ -118,6 +125,8 @@ def collect(
             signals=tuple(CANDIDATES),
             prompts=parts.prompts_hash(texts),
             costs=live.costs.table(),
+            models=models_of(resolved),
+            num_parts=len(texts) * len(temperature),
             versions={name: metadata.version(name) for name in ("treegraft", "torch", "transformers")},
         )  # fmt: skip
         parts.collect(live, replayed, texts, manifest, out, report)

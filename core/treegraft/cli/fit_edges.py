@@ -1,5 +1,6 @@
 """`treegraft fit edges`: weights for the edge scorers `tdes` and `bigram`."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import click
 from treegraft.bench.prompts import Prompt, read_all
 from treegraft.cli.bench import token_ids
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_here, prompt_options
+from treegraft.cli.options import (
+    TEMPERATURES,
+    Finite,
+    Listed,
+    costs_of,
+    model_options,
+    plugins_from_here,
+    positive,
+    prompt_options,
+)
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import with_defaults
@@ -30,32 +40,32 @@ from treegraft.interfaces import TargetModel
     help="To report on, by category.",
 )  # fmt: skip
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="DIR",
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
     help="Weights, traces, checkpoint and report; the same command goes on with an interrupted fit.",
 )  # fmt: skip
 @click.option(
     "--pipeline", default="ddtree", show_default=True, help="Of one source, whose drafter takes an edge scorer."
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=63, show_default=True, help="Of a tree, non-root.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a continuation.")
+@click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Of a continuation.")
 @click.option(
-    "--temperature", type=Listed(float, "a list of numbers"), default="0,0.8", show_default=True, metavar="T[,T...]",
+    "--temperature", type=TEMPERATURES, default="0,0.8", show_default=True, metavar="T[,T...]",
     help="Every prompt is continued at each.",
 )  # fmt: skip
 @click.option(
-    "--betas", type=Listed(float, "a list of numbers"), default="0.2,0.4,0.7,1,1.4", show_default=True,
+    "--betas", type=Listed(positive, "a list of finite numbers > 0"), default="0.2,0.4,0.7,1,1.4", show_default=True,
     metavar="B[,B...]", help="To choose from, and to report.",
 )  # fmt: skip
 @click.option("--rank", type=click.IntRange(min=1), default=64, show_default=True, help="Of the towers.")
 @click.option("--steps", type=click.IntRange(min=1), default=2000, show_default=True, help="Optimiser steps.")
 @click.option(
-    "--learning-rate", type=float, default=0.02, show_default=True,
+    "--learning-rate", type=Finite(min=1e-6), default=0.02, show_default=True,
     help="Of the projections (Muon); the depths' weights learn at a fifth of it.",
 )  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=1), default=256, show_default=True, help="Parents a step.")
-@click.option("--distribution-loss", type=float, default=1.0, show_default=True, help="Its weight.")
-@click.option("--pairwise-loss", type=float, default=0.5, show_default=True, help="Its weight.")
-@click.option("--edge-loss", type=float, default=0.5, show_default=True, help="Its weight.")
+@click.option("--distribution-loss", type=Finite(min=0.0), default=1.0, show_default=True, help="Its weight.")
+@click.option("--pairwise-loss", type=Finite(min=0.0), default=0.5, show_default=True, help="Its weight.")
+@click.option("--edge-loss", type=Finite(min=0.0), default=0.5, show_default=True, help="Its weight.")
 @click.option(
     "--measure-every", type=click.IntRange(min=1), default=200, show_default=True, help="Steps between measurements."
 )
@@ -100,14 +110,13 @@ def edges(
     DIR then holds tdes.safetensors and bigram.safetensors, each with the beta that is best on the validation prompts,
     and report.md: mismatched edges, accepted length and modelled throughput against beta.
     """
-    if not all(beta > 0 for beta in betas):
-        raise RequestError("--betas", ",".join(f"{beta:g}" for beta in betas), "Allowed: numbers > 0.")
     from treegraft_plugins.blocktree.distil.offline import EdgeFit
     from treegraft_plugins.blocktree.distil.training import Distillation
-    from treegraft_plugins.collection import kept_costs
+    from treegraft_plugins.collection import claim, kept_costs
     from treegraft_plugins.hf.training.loop import Schedule
 
     plugins = plugins_from_here(modules)
+    _require_free(overrides)
     name = _source(resolve(pipeline, overrides, registry=registry, plugins=plugins))
     fixed = [f"scheduler={{use: fixed, pattern: [{name}, null]}}", f"budget={{use: fixed, verify_nodes: {nodes}}}"]
     if costs is not None:
@@ -118,6 +127,7 @@ def edges(
         spare_threads(resolved.models)
         report("loading models", 0, 1)
         made = build(resolved)
+        claim(out, "treegraft fit edges")
         path = EdgeFit(
             pipeline=made,
             texts=texts_of(made.target, read_all(prompts, limit, per_task), chat),
@@ -132,7 +142,7 @@ def edges(
             schedule=Schedule(
                 steps=steps, learning_rate=learning_rate, measure_every=measure_every, save_every=save_every, seed=seed
             ),
-            costs=kept_costs(made, out),
+            costs=kept_costs(made, out, costs),
             settings=settings_of(resolved)
             | {"max_new_tokens": max_new_tokens, "temperatures": list(temperature), "seed": seed},
             out=out,
@@ -141,6 +151,16 @@ def edges(
         ).run()  # fmt: skip
     click.echo(path.read_text())
     click.echo(f"weights: {out}/tdes.safetensors, {out}/bigram.safetensors; report: {path}", err=True)
+
+
+def _require_free(overrides: Sequence[str]) -> None:
+    """Refuse overrides of what the fit itself decides."""
+    for override in overrides:
+        key = override.partition("=")[0].partition(".")[0]
+        if key in ("scheduler", "budget"):
+            raise RequestError(
+                override, f"the {key} of a fit of edges", "It draws one tree a round.", "Give its size by --nodes."
+            )
 
 
 def _source(resolved: ResolvedPipeline) -> str:
@@ -163,8 +183,19 @@ def texts_of(target: TargetModel, prompts: Sequence[Prompt], chat: bool) -> list
 
 def settings_of(resolved: ResolvedPipeline) -> dict[str, Any]:
     """What rounds of a pipeline depend on, but for the machine, as JSON has it."""
-    models = {
-        name: attrs.asdict(model) if attrs.has(type(model)) else type(model).__name__
-        for name, model in resolved.models.items()
+    return {
+        "pipeline": {key: value for key, value in resolved.config.items() if key != "costs"},
+        "models": models_of(resolved),
+        "weights": {
+            path: hashlib.sha256(Path(part.arguments["weights"]).read_bytes()).hexdigest()[:16]
+            for path, part in resolved.parts.items()
+            if Path(part.arguments.get("weights", "")).is_file()
+        },
     }
-    return {"pipeline": {key: value for key, value in resolved.config.items() if key != "costs"}, "models": models}
+
+
+def models_of(resolved: ResolvedPipeline) -> dict[str, Any]:
+    """The models of a command's pipeline: what to load, and what is in it."""
+    from treegraft_plugins.hf.loading import checkpoint_digest
+
+    return {name: {**attrs.asdict(spec), "digest": checkpoint_digest(spec)} for name, spec in resolved.models.items()}

@@ -20,7 +20,10 @@ from treegraft.errors import RequestError, suggest
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The weights (safetensors)."
 )
 @click.option(
-    "--report", type=click.Path(path_type=Path), metavar="DIR", help="The report's folder.  [default: beside FILE]"
+    "--report",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="The report's folder.  [default: beside FILE]",
 )
 @click.option("--num-signals", type=click.IntRange(min=1), default=6, show_default=True, help="Tree signals to select.")
 @click.option(
@@ -66,6 +69,7 @@ def scheduler(
 ) -> None:
     """Fit weights for the scheduler `distilled` to the rounds in DIR..., and report what they are worth."""
     require_packages()
+    from treegraft_plugins.collection import claim
     from treegraft_plugins.schedulers.distilled.offline import Options, fit_ablations, fit_scheduler, gather
     from treegraft_plugins.schedulers.distilled.report import write_report
     from treegraft_plugins.schedulers.distilled.signals import CANDIDATES
@@ -76,6 +80,11 @@ def scheduler(
         raise RequestError(
             "--signals", f"{unknown[0]!r}", f"Allowed: {', '.join(CANDIDATES)}.", suggest(unknown[0], list(CANDIDATES))
         )
+    if num_signals > len(CANDIDATES):
+        raise RequestError("--num-signals", str(num_signals), f"Allowed: at most the {len(CANDIDATES)} there are.")
+    places = [folder.resolve() for folder in (*folders, *held_out)]
+    if len(set(places)) < len(places):
+        raise RequestError("DIR", "a collection that is named twice", "Allowed: each once, held out or not.")
     if out.suffix != ".safetensors":
         raise RequestError("--out", str(out), "Allowed: a file name that ends in .safetensors.")
     files = {None: out} | {name: out.with_stem(f"{out.stem}-{name}") for name in ABLATIONS if with_ablations}
@@ -88,8 +97,9 @@ def scheduler(
         signals=tuple(signals), num_signals=num_signals, folds=folds, resamples=resamples, exclude=tuple(exclude),
         training_steps=training_steps, selection_steps=selection_steps, seed=seed,
     )  # fmt: skip
-    torch.set_num_threads(1)  # networks so small lose by sharing
     beside = report or out.with_name(f"{out.stem}-report")
+    claim(beside, "treegraft fit scheduler")
+    torch.set_num_threads(1)  # networks so small lose by sharing
     with progress() as say:
         material = gather(folders, options, held_out)
         fitted = fit_scheduler(material, options, beside, say)

@@ -1,6 +1,7 @@
 """What several commands take: a pipeline with overrides, and where to find it."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,38 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
         if len(set(values)) < len(values):
             self.fail(f"{value!r} names something twice.", param, ctx)
         return values
+
+
+class Finite(click.FloatRange):
+    """A number in a range, none that is not one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number > 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+TEMPERATURES = Listed(_temperature, "a list of finite numbers >= 0")
 
 
 def plugin_option(command: Command) -> Command:

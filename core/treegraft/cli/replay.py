@@ -123,6 +123,14 @@ def replay(
     if budgets is not None and (list(budgets) != sorted(budgets) or budgets[0] < 0):
         raise click.UsageError(f"--budgets {','.join(map(str, budgets))}: not ascending numbers >= 0.")
     checked_plan([max_new_tokens], temperature, seed, 1)
+    if sources is not None and "=" in sources:
+        raise click.UsageError(
+            f"--schedules {sources}: no name of a source. Without one it comes last, or as --schedules=all."
+        )
+    if out is not None and out.is_file():
+        raise RequestError(
+            f"--out {out}", "a file that exists", "Allowed: a new one.", "Remove it, or take another name."
+        )
     defaults = ["costs={use: fixed}"] if costs is None else [costs_of(costs)]
     if sources is not None:
         defaults.append("calibration=off")
@@ -133,9 +141,11 @@ def replay(
         for budget in fixed
         for name, pipeline in resolved_pipelines(pipelines, overrides, defaults, budget, registry, plugins).items()
     ]
+    for line in differing_schedulers(resolved):
+        click.echo(line, err=True)
     chosen = read_all(prompts, limit, per_task)
     tally = Tally(is_modelled=costs is not None or any(text.startswith("costs") for text in overrides))
-    with quiet(), progress() as report, writer(out) as write:
+    with quiet(), progress() as report:
         spare_threads({key: model for *_, pipeline in resolved for key, model in pipeline.models.items()})
         first = resolved[0][-1]
         target = first.parts["target"].make(first.models)
@@ -150,21 +160,21 @@ def replay(
             for each in followed:
                 check_schedules(each.pipeline, budgets, names)
         wants = wants_of([each.pipeline for each in followed])
-        cells = list(itertools.product(temperature, chosen))
+        cells = list(itertools.product(temperature, [(prompt, token_ids(target, prompt, chat)) for prompt in chosen]))
         unit = max_new_tokens  # of progress: a token, of a recording or of what follows it
         steps = Steps(partial(report, "replaying"), len(cells) * (1 + len(followed)) * unit)
-        for heat, prompt in cells:
-            ids = token_ids(target, prompt, chat)
-            options = SamplingOptions(heat)
-            with steps.part(unit) as step:
-                recording = record(target, ids, max_new_tokens, options, seed, wants, on_token=step)
-            for each in followed:
-                where = {"pipeline": each.name, "temperature": heat, "file": prompt.file, "prompt_id": prompt.id}
+        with writer(out) as write:
+            for heat, (prompt, ids) in cells:
+                options = SamplingOptions(heat)
                 with steps.part(unit) as step:
-                    if sources is None:
-                        replay_rounds(each, recording, prompt, tally, partial(write, where))
-                    else:
-                        label(each, recording, prompt, names, budgets, every, tally, step, partial(write, where))
+                    recording = record(target, ids, max_new_tokens, options, seed, wants, on_token=step)
+                for each in followed:
+                    where = {"pipeline": each.name, "temperature": heat, "file": prompt.file, "prompt_id": prompt.id}
+                    with steps.part(unit) as step:
+                        if sources is None:
+                            replay_rounds(each, recording, prompt, tally, partial(write, where))
+                        else:
+                            label(each, recording, prompt, names, budgets, every, tally, step, partial(write, where))
     rows = tally.rows()
     if json_wanted:
         settings = {
@@ -213,6 +223,19 @@ def resolved_pipelines(
     fixed = [] if budget is None else [f"budget={{use: fixed, verify_nodes: {budget}}}"]
     lineup = resolve_arms(names, [*defaults, *overrides, *fixed], registry, plugins)
     return {name: pipeline for name, pipeline in lineup.pipelines.items() if name != AGAIN}
+
+
+def differing_schedulers(resolved: Sequence[tuple[str, int | None, ResolvedPipeline]]) -> list[str]:
+    """What schedulers say of themselves where that depends on the budget which takes the place of their pipeline's."""
+    said: dict[str, dict[str | None, list[int | None]]] = {}
+    for name, budget, pipeline in resolved:
+        said.setdefault(name, {}).setdefault(pipeline.notes.get("scheduler"), []).append(budget)
+    return [
+        f"{name} with {', '.join(map(str, budgets))} nodes: scheduler: {note}"
+        for name, notes in said.items()
+        if len(notes) > 1
+        for note, budgets in notes.items()
+    ]
 
 
 def built(resolved: ResolvedPipeline, target: ReplayTarget) -> Pipeline:

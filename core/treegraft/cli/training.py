@@ -1,6 +1,5 @@
 """What the commands that train a drafter's network take, and how it becomes a `Fit`."""
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,10 @@ from typing import Any
 import click
 
 from treegraft.cli.embedded import spare_threads
+from treegraft.cli.options import Finite
 from treegraft.interfaces import ModelSpec
 
 Command = Callable[..., Any]
-
-
-class Finite(click.FloatRange):
-    """A number in a range, none that is not one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
 
 
 def _whole_groups(ctx: click.Context, param: click.Parameter, value: int) -> int:

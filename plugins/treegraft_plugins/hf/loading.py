@@ -1,6 +1,7 @@
 """Loading a causal LM and its tokenizer from whatever a registry file may name."""
 
 import contextlib
+import hashlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ALLOWED = "Allowed: a folder, a hub id, FILE.gguf, ORG/REPO:FILE.gguf, demo:target, demo:middle."
 _ALLOWED_NETWORK = "Allowed: a folder or a hub id with config.json and whole safetensors, or demo:NAME."
+_DIGESTED = 1 << 16  # bytes at either end of a file
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 Loadable = ModelSpec | PreTrainedModel | tuple[PreTrainedModel, Any]
@@ -77,6 +79,28 @@ def model_name(model: Loadable) -> str:
     loaded = model[0] if isinstance(model, tuple) else model
     path = Path(loaded.name_or_path)
     return f"demo:{path.name}" if path.parent == _DEMO_FOLDER else path.name
+
+
+def checkpoint_digest(spec: ModelSpec) -> str | None:
+    """Tells checkpoints on this machine apart by their files, wherever they lie; None of a hub id.
+
+    Of each file its name, its size, and how it begins and ends: training changes all weights, also the last ones.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    place = _place(spec.path)
+    folder = Path(place.name)
+    if not folder.is_dir():
+        return None
+    names = ("config.json", "*.safetensors", "*.bin") if place.gguf_file is None else (place.gguf_file,)
+    digest = hashlib.sha256()
+    for path in sorted(path for name in names for path in folder.glob(name)):
+        with path.open("rb") as file:
+            begin, size = file.read(_DIGESTED), path.stat().st_size
+            file.seek(max(0, size - _DIGESTED))
+            digest.update(f"{path.name} {size}".encode() + begin + file.read())
+    return digest.hexdigest()[:16]
 
 
 def load_network(

@@ -11,7 +11,7 @@ from treegraft.interfaces import Setting, TargetModel
 from treegraft.pipeline import Pipeline
 from treegraft.replay.recording import record, wants_of
 from treegraft.sampling import SamplingOptions
-from treegraft_plugins.collection import Collection, Progress, Text, cell_name, kept_apart, texts_hash
+from treegraft_plugins.collection import Collection, Progress, Text, cell_name, kept_apart, require_apart, texts_hash
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.fitted import save, versions
 from treegraft_plugins.saba import report
@@ -58,9 +58,10 @@ class BudgetFit:
         """Label, fit, report; returns the report's path.
 
         Raises:
-            RequestError: too few prompts, or a folder of another fit.
+            RequestError: too few prompts, some that are held out too, or a folder of another fit.
         """
         fitting, validation = kept_apart(self.texts)
+        require_apart(self.texts, self.held_out)
         sets = {"fit": fitting, "validation": validation, "held out": self.held_out}
         labels = {what: self._labels(what, texts) for what, texts in sets.items()}
         most, sources = self.pipeline.parts.budget.max_verify_nodes, [source.name for source in self.pipeline.sources]

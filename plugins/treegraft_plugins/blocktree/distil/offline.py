@@ -24,7 +24,7 @@ from treegraft_plugins.blocktree.distil.training import (
     fit_bigram,
 )
 from treegraft_plugins.blocktree.edges import FORMAT, CompatibilityScorer, IdentityScorer, Towers
-from treegraft_plugins.collection import Collection, Progress, Text, cell_name, kept_apart, texts_hash
+from treegraft_plugins.collection import Collection, Progress, Text, cell_name, kept_apart, require_apart, texts_hash
 from treegraft_plugins.fitted import save, versions
 from treegraft_plugins.hf.training.loop import Schedule, Trainer
 
@@ -68,9 +68,10 @@ class EdgeFit:
         """Fit, choose beta, report; returns the report's path.
 
         Raises:
-            RequestError: too few prompts, or a folder of another fit.
+            RequestError: too few prompts, some that are held out too, or a folder of another fit.
         """
         fitting, validation = kept_apart(self.texts)
+        require_apart(self.texts, self.held_out)
         (source,), target = self.pipeline.sources, self.pipeline.target
         traces, unseen = (self._traces(what, texts) for what, texts in (("fit", fitting), ("validation", validation)))
         self.say(f"{len(traces)} drafted parents to fit to, {len(unseen)} to validate on")
@@ -122,9 +123,9 @@ class EdgeFit:
             return self.distillation.loss(network(batch.place, batch.parent, batch.children), batch)
 
         settings = {**self.settings, "texts": texts_hash(self.texts), "distillation": attrs.asdict(self.distillation)}
-        Trainer(
-            network, loss, lambda: unseen.measured(network), self.schedule, settings, self.out, self.say
-        ).run()  # fmt: skip
+        trainer = Trainer(network, self.schedule, settings, self.out, self.say)
+        trainer.resume()
+        trainer.run(loss, lambda: unseen.measured(network))
         return network.eval()
 
     def _judged(

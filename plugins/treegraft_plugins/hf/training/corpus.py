@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from treegraft.errors import RequestError
 from treegraft.tree import Floats, Ints
-from treegraft_plugins.hf.training.kept import asked_otherwise, damaged, fingerprint, text_fingerprint
+from treegraft_plugins.collection import damaged
+from treegraft_plugins.hf.fingerprint import asked_otherwise, fingerprint, text_fingerprint
 from treegraft_plugins.options import number, whole
 
 Report = Callable[[str], None]

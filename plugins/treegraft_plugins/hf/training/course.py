@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from treegraft.errors import ModelError, RequestError
 from treegraft.interfaces import ModelSpec
 from treegraft_plugins.hf.engine import max_length
+from treegraft_plugins.hf.fingerprint import asked_otherwise
 from treegraft_plugins.hf.loading import Loadable, load_causal_lm, load_network
 from treegraft_plugins.hf.probe import head_is_all
 from treegraft_plugins.hf.training.corpus import Continuations, Report, TextPlan, prepared
-from treegraft_plugins.hf.training.kept import asked_otherwise
 from treegraft_plugins.hf.training.loop import STATE, Schedule, Trainer
 from treegraft_plugins.hf.training.teacher import Lesson, Lessons, accepted_along, lesson
 from treegraft_plugins.options import number, whole

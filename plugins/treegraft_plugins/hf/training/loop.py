@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from treegraft.errors import RequestError
+from treegraft_plugins.collection import damaged
+from treegraft_plugins.hf.fingerprint import asked_otherwise
 from treegraft_plugins.hf.loading import without_progress_bars
 from treegraft_plugins.hf.training.corpus import Report
-from treegraft_plugins.hf.training.kept import asked_otherwise, damaged
 from treegraft_plugins.options import number, whole
 
 STATE = "training.pt"
@@ -149,7 +150,7 @@ class Trainer:
             raise RequestError(
                 str(self.out / STATE), f"a training with other settings ({'; '.join(changed.values())})",
                 "Allowed: to go on with the same settings; another number of steps before half of either is done.",
-                "Repeat the command as it was, or name another folder and this one as its start.",
+                "Repeat the command as it was, or name another folder.",
             )  # fmt: skip
 
     def run(

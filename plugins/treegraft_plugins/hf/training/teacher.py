@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from treegraft.tree import Ints
+from treegraft_plugins.hf.fingerprint import fingerprint
 from treegraft_plugins.hf.training.corpus import Report
-from treegraft_plugins.hf.training.kept import fingerprint
 
 
 @attrs.frozen(eq=False)

@@ -22,8 +22,9 @@ from treegraft.errors import RequestError
 from treegraft.interfaces import RoundState, Source
 from treegraft.pipeline import Pipeline
 from treegraft.replay.recording import Recording, record, reference_path, wants_of
-from treegraft.replay.schedules import Follow, Label, Prefix, schedules
+from treegraft.replay.schedules import Follow, Label, Prefix, check_schedules, schedules
 from treegraft.sampling import SamplingOptions
+from treegraft_plugins.collection import cell_name, damaged, write_whole
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import trajectories
 from treegraft_plugins.schedulers.distilled.fit import Setup
@@ -68,6 +69,8 @@ class Manifest:
         signals: the candidates, in order.
         prompts: a hash over all prompts.
         costs: the latencies measured on the machine (arguments of the cost model `fixed`).
+        models: what was loaded, by name, and a digest of what was in it.
+        num_parts: continuations of a whole collection.
         versions: of treegraft and what it rests on.
         format: of the parts.
     """
@@ -87,6 +90,8 @@ class Manifest:
     prompts: str
     costs: dict[str, Any]
     versions: dict[str, str]
+    models: dict[str, Any] = attrs.field(factory=dict)
+    num_parts: int = 0
     format: int = FORMAT
 
     @property
@@ -107,9 +112,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not path.exists():
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(attrs.asdict(self), indent=1) + "\n")
-            part.replace(path)
+            write_whole(path, json.dumps(attrs.asdict(self), indent=1) + "\n")
             return
         there = read_manifest(folder)
         # Costs are measured anew and versions may move.
@@ -183,8 +186,10 @@ def collect(
         progress: called with (what is being done, how much is done, how much there is).
 
     Raises:
-        RequestError: the folder holds another collection.
+        RequestError: the folder holds another collection, or there are too many schedules.
     """
+    names = (manifest.setup.small, manifest.setup.middle)
+    check_schedules(replayed, sources=names, follow=lambda number: names[:1] * manifest.steps)
     (folder / PARTS).mkdir(parents=True, exist_ok=True)
     manifest.save(folder)
     every = [(text, temperature) for text in texts for temperature in manifest.temperatures]
@@ -202,12 +207,7 @@ def collect(
 
 
 def _part(folder: Path, text: Text, temperature: float) -> Path:
-    return folder / PARTS / f"{part_name(text, temperature)}.parquet"
-
-
-def part_name(text: Text, temperature: float) -> str:
-    """A file name for (prompt, temperature): ids may hold anything."""
-    return f"{hashlib.sha256(text.id.encode()).hexdigest()[:16]}-t{temperature:g}"
+    return folder / PARTS / f"{cell_name(text, temperature)}.parquet"
 
 
 def replayed_rounds(
@@ -238,7 +238,7 @@ def behaviour(text: Text, temperature: float, manifest: Manifest) -> Follow:
 
     So the prefixes, and what was learnt on the way to them, are those of no schedule in particular.
     """
-    key = hashlib.sha256(f"{part_name(text, temperature)} {manifest.seed}".encode()).digest()
+    key = hashlib.sha256(f"{cell_name(text, temperature)} {manifest.seed}".encode()).digest()
     names = (manifest.setup.small, manifest.setup.middle)
     everything = trajectories.schedules(manifest.steps).astype(int)
     drawn = np.random.default_rng(list(key)).integers(len(everything), size=manifest.max_new_tokens)
@@ -349,11 +349,20 @@ def read_collection(folder: Path) -> tuple[Manifest, Rounds]:
     """Everything that a folder holds.
 
     Raises:
-        RequestError: it holds no collection.
+        RequestError: it holds no collection, or not all of one.
     """
     manifest = read_manifest(folder)
     files = sorted((folder / PARTS).glob("*.parquet"))
-    parts = [rounds for rounds in map(read_rounds, files) if len(rounds)]
+    if len(files) < manifest.num_parts:
+        raise RequestError(
+            str(folder), f"{len(files)} of {manifest.num_parts} continuations", "Allowed: a whole collection.",
+            "Run treegraft fit collect to its end.",
+        )  # fmt: skip
+    parts = []
+    for file in files:
+        with damaged(file, "Delete it, and run treegraft fit collect again."):
+            parts.append(read_rounds(file))
+    parts = [rounds for rounds in parts if len(rounds)]
     if not parts:
         raise RequestError(str(folder), "a collection without rounds", None, "Run treegraft fit collect to its end.")
     return manifest, Rounds.joined(parts)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from treegraft.errors import RequestError, suggest
 from treegraft.tree import Ints
+from treegraft_plugins.collection import damaged, write_whole
 from treegraft_plugins.fitted import read_arrays, save, versions
 from treegraft_plugins.options import whole
 from treegraft_plugins.schedulers.distilled import fit, trajectories
@@ -130,6 +131,13 @@ def gather(folders: Sequence[Path], options: Options, held_out: Sequence[Path] =
         raise RequestError(
             "--exclude", f"{min(unknown)!r}", f"Categories: {', '.join(known)}.", suggest(min(unknown), known)
         )
+    for folder, (manifest, _) in zip((*folders, *held_out), every, strict=True):
+        costs, middle = manifest.cost_model, manifest.setup.middle
+        if not (costs.target_ms(1, 0) > 0 and costs.source_ms(middle, 1) > 0):
+            raise RequestError(
+                str(folder), f"a target or {middle} that costs nothing", "Allowed: latencies > 0.",
+                "Collect anew, with another cost table.",
+            )  # fmt: skip
     manifests, parts, left_out = [], [], []
     for manifest, rounds in collections:
         is_excluded = np.isin(rounds.category, options.exclude)
@@ -255,17 +263,18 @@ class _Steps:
         options = self.options
         most = min(len(CANDIDATES), options.num_signals + 2)
         path, key = self.folder / "selection.json", self._key("selection")
-        if path.exists() and (said := json.loads(path.read_text()))["key"] == key:
-            return [(str(name), float(error)) for name, error in said["curve"]]
+        if path.exists():
+            with damaged(path):
+                said = json.loads(path.read_text())
+                if said["key"] == key:
+                    return [(str(name), float(error)) for name, error in said["curve"]]
         self.progress("selecting signals", 0, most)
         curve = fit.select_signals(
             self.material.worlds, self.material.fold, most=most, num_steps=options.selection_steps,
             on_signal=lambda done: self.progress("selecting signals", done, most),
         )  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"key": key, "curve": curve}))
-        part.replace(path)
+        write_whole(path, json.dumps({"key": key, "curve": curve}))
         return curve
 
     def value_system(self, names: tuple[str, ...]) -> ValueSystem:
@@ -301,7 +310,10 @@ class _Steps:
 
     def _kept(self, what: str, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
         path = self._path(what, names)
-        return read_arrays(path) if path.exists() else None
+        if not path.exists():
+            return None
+        with damaged(path):
+            return read_arrays(path)
 
     def _keep(self, what: str, names: Sequence[str], arrays: dict[str, NDArray[Any]]) -> None:
         save(self._path(what, names), arrays, {"signals": list(names)})

@@ -1,16 +1,12 @@
-"""What a training keeps in its folder, and whether that is what is asked for now."""
+"""What tells models, texts and settings apart, for folders that keep what was made of them."""
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-
-from treegraft.errors import RequestError, TreeGraftError
 
 _NUM_ENTRIES = 256  # of each weight: training moves every one of them
 
@@ -46,17 +42,3 @@ def asked_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
         for name, value in told.items()
         if before.get(name) != value
     }
-
-
-@contextlib.contextmanager
-def damaged(file: Path) -> Iterator[None]:
-    """Whatever goes wrong while a kept file is read, as an error that says which one it is."""
-    try:
-        yield
-    except TreeGraftError:
-        raise
-    except Exception as error:
-        raise RequestError(
-            str(file), f"damaged ({type(error).__name__})", "Allowed: what the same command wrote.",
-            "Delete it: what it held is made anew.",
-        ) from error  # fmt: skip
