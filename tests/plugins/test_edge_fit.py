@@ -62,14 +62,17 @@ def test_a_trace_is_what_the_target_says_under_every_drafted_parent():
 def test_parents_are_the_nodes_of_the_tree_that_the_pipeline_verified():
     text = TEXTS[2]
     part = traced(pipeline(), text, 9, 1.0, seed=3)
-    drafted = [
-        record.pruned.token[record.pruned.depth < len(part["tokens"][number])].tolist()
-        for number, (record, _) in enumerate(watched_rounds(pipeline(), IdentityScorer(), text, 9, 1.0, 3))
+    drafting = [
+        record.pruned
+        for record, _ in watched_rounds(pipeline(), IdentityScorer(), text, 9, 1.0, 3)
         if len(record.pruned) > 1
     ]
-    by_anchor = [part["parent"][part["anchor"] == number].tolist() for number in range(len(part["tokens"]))]
-    for number, parents in enumerate(by_anchor):
-        assert set(parents) <= set(drafted[number])
+    num_places = (part["log_prob"] > -1e4).any(-1).sum(-1)
+    assert len(drafting) == len(num_places) > 1
+    for number, tree in enumerate(drafting):
+        above = tree.depth < num_places[number]
+        assert part["parent"][part["anchor"] == number].tolist() == tree.token[above].tolist()
+        assert part["place"][part["anchor"] == number].tolist() == tree.depth[above].tolist()
     path = np.exp(part["path_log_prob"])
     assert (path <= 1).all() and len(part["parent"]) == len(part["next_token"])
 
