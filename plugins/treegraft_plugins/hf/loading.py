@@ -82,14 +82,14 @@ def model_name(model: Loadable) -> str:
 
 
 def checkpoint_digest(spec: ModelSpec) -> str | None:
-    """Tells checkpoints on this machine apart by their files, wherever they lie; None of a hub id.
+    """Tells checkpoints on this machine apart by their files, wherever they lie; None of anything else.
 
     Of each file its name, its size, and how it begins and ends: training changes all weights, also the last ones.
-
-    Raises:
-        ModelError: there is no such model.
     """
-    place = _place(spec.path)
+    try:
+        place = _place(spec.path)
+    except ModelError:
+        return None  # what a plugin's own loader reads, or nothing
     folder = Path(place.name)
     if not folder.is_dir():
         return None
