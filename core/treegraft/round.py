@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import attrs
 import numpy as np
 
+from treegraft import answers
 from treegraft.interfaces import (
     BudgetChoice,
     BudgetPolicy,
@@ -63,6 +64,7 @@ class Request:
         sources: by name; `fault` removes one.
         fault: called with (source, error) when a drafter fails.
         warm: names of sources that were called before; a first call may take in the prompt, and is no measure.
+        names: of all sources, those that have failed included.
     """
 
     sampler: TokenSampler
@@ -71,6 +73,7 @@ class Request:
     sources: Mapping[str, Source]
     fault: Callable[["Request", Source, Exception], None]
     warm: set[str] = attrs.field(factory=set)
+    names: tuple[str, ...] = attrs.field(init=False, default=attrs.Factory(lambda own: tuple(own.sources), True))
 
 
 @attrs.frozen(eq=False)
@@ -92,32 +95,37 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     state = grow_tree(parts, request, opening_state(parts, request), laps)
 
     choice = parts.budget.choose(state, state.tree) if len(state.tree) > 1 else _NO_NODES
+    answers.check_choice(parts.budget, choice, state.limits.verify_nodes)
     laps.lap("schedule")
     pruned = state.tree
     if choice.nodes < len(pruned) - 1:
         pruned = pruned.keep(parts.pruner.prune(pruned, choice.nodes))
+        answers.check_pruned(parts.pruner, pruned, choice.nodes)
     laps.lap("build")
     (scores,) = parts.target.score([pruned])
     sampler.begin(pruned, scores)
     laps.lap("target")
     num_before = sampler.num_emitted
     verdict = parts.verifier.verify(pruned, scores, sampler)
+    root_token, *emitted = sampler.tokens[num_before - sampler.num_emitted - 1 :].tolist()
+    answers.check_verdict(parts.verifier, verdict, pruned, root_token, emitted)
     laps.lap("verify")
     parts.target.commit([verdict.path])
     laps.lap("commit")
     _observe(parts.wants, request, scores, pruned, verdict, laps)
-    tokens = tuple(sampler.tokens[num_before - sampler.num_emitted :].tolist())
     verification_ms = laps.ms["target"] + laps.ms["verify"] + laps.ms["commit"]
-    learn(state, pruned, verdict, tokens, verification_ms)
+    learn(state, pruned, verdict, tuple(emitted), verification_ms)
     laps.lap("learn")
-    return RoundRecord(state, choice, pruned, verdict, tokens, laps.ms, laps.source_ms)
+    return RoundRecord(state, choice, pruned, verdict, tuple(emitted), laps.ms, laps.source_ms)
 
 
 def grow_tree(parts: Parts, request: Request, state: RoundState, laps: Laps) -> RoundState:
     """Let the scheduler's sources extend the tree, at most D steps; ends on None or when no source has a candidate."""
     max_nodes = parts.budget.max_nodes(state) if state.sources else 0
+    answers.check_limit(parts.budget, max_nodes)
     while len(state.steps) < state.limits.steps and state.sources:
         name = parts.scheduler.decide(state)
+        answers.check_decision(parts.scheduler, name, request.names)
         laps.lap("schedule")
         if name is None:
             break
@@ -155,7 +163,7 @@ def _draft_step(
     """One source's step: rescore, choose positions, draft, graft."""
     tree, drafter, acceptance = state.tree, source.drafter, state.statistics.acceptance
     max_nodes, max_depth = source.width * source.branching + max_nodes, _max_depth(source, state)
-    committed = request.sampler.tokens
+    committed = request.sampler.committed
 
     def question(tree: DraftTree, positions: Ints) -> DraftRequest:
         return DraftRequest(
@@ -189,6 +197,7 @@ def _draft_step(
     edges = acceptance.calibrated(source.index, expansion.log_prob, depths)
     expansion = expansion.scored(edges)
     grown = source.graft_policy.graft(tree, expansion, source)
+    answers.check_grafted(source.graft_policy, grown, tree)
     return StepRecord(source.name, state.tree, grown, asked.positions, expansion, rescored, num_rows, own_ms)
 
 
@@ -222,6 +231,7 @@ def _candidates(source: Source, state: RoundState) -> Ints:
     tree = state.tree
     shallow = tree.depth < _max_depth(source, state)
     rows = source.selector.candidates(tree, source)
+    answers.check_candidates(source.selector, rows, tree)
     rows = rows[shallow[rows]]
     if not len(rows):
         rows = np.flatnonzero(tree.leaves() & shallow & ~tree.visited_by(source.index))

@@ -291,6 +291,7 @@ class TokenSampler:
         self.logits: list[torch.Tensor] = []
         self.num_prompt = self._size = len(prompt)
         self._buffer = np.concatenate([prompt, np.zeros(256, np.int64)])
+        self._committed = np.zeros(0, np.int64)
         self.stop_reason: str | None = limit_reason if max_tokens <= 0 else None
         self._scores: Scores | None = None
         self._batched: list[int] | None = None
@@ -301,6 +302,14 @@ class TokenSampler:
         view = self._buffer[: self._size]
         view.setflags(write=False)
         return view
+
+    @property
+    def committed(self) -> NDArray[np.int64]:
+        """A copy of `tokens`, for plugins: torch.from_numpy and the like write to read-only arrays too."""
+        if len(self._committed) != self._size:
+            self._committed = self.tokens.copy()
+            self._committed.setflags(write=False)
+        return self._committed
 
     @property
     def num_emitted(self) -> int:

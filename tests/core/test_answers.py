@@ -1,0 +1,185 @@
+"""What parts answer against their rules is refused by name, before it can reach the text."""
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import treegraft
+from treegraft.errors import InvariantError
+from treegraft.interfaces import (
+    BudgetChoice,
+    BudgetPolicy,
+    Drafter,
+    GraftPolicy,
+    PositionSelector,
+    Pruner,
+    Scheduler,
+    Verdict,
+    Verifier,
+)
+from treegraft.testing import MarkovTarget, TableDrafter, markov_table
+from treegraft.tree import DraftTree, Expansion
+
+V = 6
+TABLE = markov_table(V, seed=3)
+PROMPT = [0, 1, 2]
+
+
+def loaded(drafter: Drafter | None = None) -> treegraft.Pipeline:
+    models = {"target": MarkovTarget(TABLE), "middle": drafter or TableDrafter(TABLE)}
+    sizes = ("sources.middle.width=2", "sources.middle.branching=3", "budget={use: fixed, verify_nodes: 5}")
+    return treegraft.load("all_middle", "costs={use: fixed}", *sizes, models=models)
+
+
+PLAIN = loaded().generate(PROMPT, 12, temperature=1.0, seed=1).token_ids
+
+
+def generated(pipeline: treegraft.Pipeline) -> treegraft.Generation:
+    return pipeline.generate(PROMPT, 12, temperature=1.0, seed=1)
+
+
+def with_part(**changes):
+    pipeline = loaded()
+    pipeline.parts = attrs.evolve(pipeline.parts, **changes)
+    return pipeline
+
+
+def with_source(**changes):
+    pipeline = loaded()
+    pipeline.sources = [attrs.evolve(source, **changes) for source in pipeline.sources]
+    return pipeline
+
+
+@attrs.frozen
+class Deciding(Scheduler):
+    name: object
+
+    def decide(self, state):
+        return self.name
+
+
+@attrs.frozen
+class Allowing(BudgetPolicy):
+    before: object = 5
+    after: object = 5
+    max_verify_nodes: int = 5
+
+    def max_nodes(self, state):
+        return self.before
+
+    def verify_nodes(self, state, tree):
+        return self.after
+
+    def choose(self, state, tree):
+        return self.after if self.after is None else BudgetChoice(self.after)
+
+
+class KeepingAll(Pruner):
+    def prune(self, tree, num_nodes):
+        return np.ones(len(tree), np.bool_)
+
+
+@attrs.frozen
+class Selecting(PositionSelector):
+    rows: object
+
+    def candidates(self, tree, source):
+        return self.rows
+
+
+@attrs.frozen
+class Grafting(GraftPolicy):
+    make: object
+    keeps_existing = True
+
+    def graft(self, tree, expansion, source):
+        return self.make(tree)
+
+
+@attrs.frozen
+class Judging(Verifier):
+    """Emits `num_tokens` of the target's own, and says something else."""
+
+    num_tokens: int
+    verdict: Verdict
+    lossless = True
+    accepts = frozenset({"deterministic"})
+
+    def verify(self, tree, scores, sampler):
+        for _ in range(self.num_tokens):
+            sampler.next(0)
+        return self.verdict
+
+
+NO_PATH = np.zeros(0, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ({"scheduler": Deciding("middel")}, r"Deciding: 'middel'\n.*C1 None, or one of the sources middle"),
+        ({"scheduler": Deciding(3)}, r"Deciding: 3\n"),
+        ({"budget": Allowing(before=-1)}, r"Allowing: max_nodes -1\n.*B1"),
+        ({"budget": Allowing(before=float("nan"))}, r"Allowing: max_nodes nan\n"),
+        (
+            {"budget": Allowing(after=-1)},
+            r"Allowing: -1 nodes to verify\n.*B1 an integer from 0 to max_verify_nodes, 5",
+        ),
+        ({"budget": Allowing(after=2.5)}, "Allowing: 2.5 nodes"),
+        ({"budget": Allowing(after=None)}, "Allowing: None nodes"),
+        ({"budget": Allowing(after=10**6)}, "Allowing: 1000000 nodes"),
+        ({"budget": Allowing(after=2), "pruner": KeepingAll()}, r"KeepingAll: \d+ nodes kept\n.*P2 at most the 2"),
+        ({"verifier": Judging(0, Verdict(NO_PATH, None))}, r"Judging: a round without a token\n.*V3"),
+        ({"verifier": Judging(1, Verdict(np.array([3, 1], np.int32), 0))}, r"Judging: the path .*\n.*V2"),
+        ({"verifier": Judging(1, Verdict(np.array([99], np.int32), 0))}, r"Judging: the path .*\n.*V2"),
+        (
+            {"verifier": Judging(1, Verdict(NO_PATH, V))},
+            r"Judging: a verdict of the tokens \[6\]\n.*V2 what was emitted",
+        ),
+        ({"verifier": Judging(1, Verdict(NO_PATH, None))}, r"Judging: a verdict of the tokens \[\]"),
+    ],
+)
+def test_an_answer_of_a_part_that_breaks_a_rule_ends_the_request_by_name(part, found):
+    with pytest.raises(InvariantError, match=found):
+        generated(with_part(**part))
+
+
+@pytest.mark.parametrize(
+    "rows", [np.array([99]), np.array([-1]), np.array([0, 0]), np.array([0.0]), np.array([[0]]), [0], None]
+)
+def test_rows_that_are_none_of_the_tree_end_the_request_by_the_selectors_name(rows):
+    with pytest.raises(InvariantError, match=r"Selecting: .*\n.*S1"):
+        generated(with_source(selector=Selecting(rows)))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda tree: DraftTree.rooted(int(tree.token[0] + 1) % V), lambda tree: None, lambda tree: tree.token]
+)
+def test_a_graft_below_another_root_leaves_its_source_out(make):
+    with pytest.warns(treegraft.DrafterWarning, match="Grafting: .* of another root"):
+        result = generated(with_source(graft_policy=Grafting(make)))
+    assert result.token_ids == PLAIN and result.faults[0]["source"] == "middle"
+
+
+@attrs.define(eq=False)
+class Writing(Drafter):
+    """Changes what it was shown, by a way that numpy does not see."""
+
+    to: str
+
+    def draft(self, request):
+        shown = request.committed if self.to == "committed" else getattr(request.tree, self.to)
+        torch.from_numpy(shown).fill_(0)
+        return Expansion(anchor=[0], token=[1], log_prob=[-1.0])
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("to", ["committed", "token"])
+def test_what_a_drafter_writes_into_what_it_was_shown_reaches_no_text(to):
+    pipeline = loaded(Writing(to))
+    if to == "committed":
+        assert generated(pipeline).token_ids == PLAIN
+    else:
+        with pytest.raises(InvariantError, match=r"written over|a verdict of the tokens"):
+            generated(pipeline)
