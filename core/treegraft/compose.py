@@ -4,6 +4,7 @@
 `build` loads and connects. `load` is both.
 """
 
+import hashlib
 import inspect
 import os
 import re
@@ -35,6 +36,8 @@ PIPELINE_PARTS = {
     "verifier": "verifier",
     "costs": "cost model",
 }
+RESERVED = {"target", "prefill", "commit", "framework", "total"}
+"""What results and reports call parts of a round: no names of sources."""
 BOUND_KINDS = ("scheduler", "budget", "edge scorer")
 SOURCE_PARTS = {"draft": "drafter", "select": "selector", "graft": "graft policy", "edges": "edge scorer"}
 
@@ -154,6 +157,16 @@ class ResolvedPipeline:
         """Whether the output has exactly the target's distribution."""
         return bool(self.parts["verifier"].says("lossless"))
 
+    @property
+    def file_digests(self) -> dict[str, str]:
+        """By key path, a hash of every file that an argument names: weights, a cost table."""
+        return {
+            f"{path}.{name}": hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16]
+            for path, part in self.parts.items()
+            for name, value in part.arguments.items()
+            if isinstance(value, str) and name != "model" and Path(value).is_file()
+        }
+
     def setting(self, verify_nodes: int, made: Mapping[str, Any]) -> Setting:
         """The pipeline as its parts may know it; names of models are those of what is `made`."""
         target = made["target"]
@@ -189,7 +202,7 @@ def load(
         pipeline: its name, such as "treegraft" or one from your own file.
         overrides: `KEY=VALUE`, a path inside the pipeline or `models.NAME`: "steps=3", "costs={use: fixed}".
         models: by name, in place of the registry's: a path, a loaded model or (model, tokenizer), a TargetModel, or
-            a Drafter (for the source that drafts with that model). Names that the pipeline does not use are ignored.
+            a Drafter (for the source that drafts with that model). Those that this pipeline does not use are ignored.
         tokenizer: in place of the target's own.
         registry: a file laid over the packaged registry; by default `./registry.yaml` where there is one.
 
@@ -224,9 +237,11 @@ def resolve(
         objects={name: model for name, model in models.items() if name not in paths},
     )
     resolved = resolver.resolve()
-    for name in changes.models:
+    for name in {**changes.models, **models}:
         if name not in written.models and name not in resolved.models:
             resolver.faults.unknown(f"models.{name}", "model", name, written.models)
+        elif name in models and models[name] is None:
+            resolver.faults.add(f"models.{name}", "None", "Allowed: a path, a loaded model, or no such name.")
     resolver.faults.raise_all(f"pipelines.{pipeline}")
     return resolved
 
@@ -326,6 +341,11 @@ class _Resolver:
         slips = [name for name in sources if whole and keys[name] and not keys[name] & {"draft", "select", "graft"}]
         for name in slips:
             self.faults.unknown(f"pipelines.{self.name}.sources.{name}", "source", name, whole)
+        for name in RESERVED & set(sources):
+            self.faults.add(
+                f"pipelines.{self.name}.sources.{name}", "a name that reports give to a part of every round.",
+                f"Taken: {', '.join(sorted(RESERVED))}.", "Take another name.",
+            )  # fmt: skip
         return [name for name in sources if name not in slips]
 
     # -- components ---------------------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ class Pipeline:
                     request.fault(request, source, error)
 
     def _sampler(self, prompt: Prompt, draws: Draws, max_new_tokens: int, options: SamplingOptions) -> TokenSampler:
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 0:
             raise RequestError("max_new_tokens", f"{max_new_tokens!r}", "Allowed: an int >= 0.")
         ids = self._token_ids(prompt)
         max_tokens, limit_reason = self._room(len(ids), max_new_tokens)

@@ -70,6 +70,8 @@ class Overrides:
         """
         gathered: Config = {}
         for text in texts:
+            if not isinstance(text, str):
+                raise _bad_override(text, "no string")
             key, equals, value = text.partition("=")
             path = key.strip().split(".")
             if not equals or not all(path):
@@ -112,7 +114,7 @@ def _gather(first: Any, second: Any) -> Any:
     return first | {key: _gather(first[key], value) if key in first else value for key, value in second.items()}
 
 
-def _bad_override(text: str, found: str) -> ComposeError:
+def _bad_override(text: object, found: str) -> ComposeError:
     return ComposeError(
         f"override {text!r}", found,
         "Allowed: a path inside the pipeline (steps=3, sources.middle.width=4, costs={use: fixed}) "

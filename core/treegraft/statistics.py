@@ -42,11 +42,19 @@ class LatencyCurve:
 
     @classmethod
     def of(cls, value: Any) -> "LatencyCurve":
-        """From a number (the same at any size) or a mapping rows -> ms."""
-        if isinstance(value, Mapping):
-            items = sorted((int(rows), float(ms)) for rows, ms in value.items())
-            return cls([rows for rows, _ in items], [ms for _, ms in items])
-        return cls([1], [float(value)])
+        """From a number (the same at any size) or a mapping rows -> ms.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        try:
+            items = sorted((int(rows), float(ms)) for rows, ms in value.items()) if isinstance(value, Mapping) else []
+            items = items or [(1, float(value))]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a latency (ms) or a mapping rows -> ms is needed, found {value!r:.60}") from error
+        if items[0][0] < 1:
+            raise ValueError(f"rows must be >= 1, found {items[0][0]}")
+        return cls([rows for rows, _ in items], [ms for _, ms in items])
 
     def __call__(self, rows: ArrayLike) -> Floats:
         """Latency (ms) at `rows`, of the same shape."""

@@ -18,6 +18,7 @@ from treegraft.errors import ComposeError
 from treegraft.interfaces import DraftRequest, Source, TargetModel, Wants
 from treegraft.statistics import CostModel, LatencyCurve
 from treegraft.tree import DraftTree, Expansion, Floats, Ints
+from treegraft_plugins.options import number, switch
 
 # The ends first, so that a measurement cut short spans the range, and then the second row, which on a CPU may cost as
 # much as the first: matrices are multiplied by several rows in another way than by one.
@@ -46,7 +47,7 @@ class FixedCosts(CostModel):
 
     target: LatencyCurve = attrs.field(default=1.0, converter=_curve)
     sources: dict[str, LatencyCurve] = attrs.field(factory=dict, converter=_curves)
-    context_ms: float = attrs.field(default=0.0, validator=attrs.validators.ge(0.0))
+    context_ms: float = attrs.field(default=0.0, validator=number(0.0))
 
     def target_ms(self, rows: ArrayLike, context: int) -> Floats:
         return self.target(rows) + self.context_ms * context / 1024
@@ -110,7 +111,7 @@ def _read_table(path: Path) -> FixedCosts:
     try:
         table = json.loads(path.read_text())
         return FixedCosts(**table)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: no cost table ({type(error).__name__}: {error})") from error
 
 
@@ -125,7 +126,7 @@ class MeasuredCosts(CostModel):
         cache: keep measurements between processes, below `$TREEGRAFT_CACHE` (by default ~/.cache/treegraft).
     """
 
-    cache: bool = True
+    cache: bool = attrs.field(default=True, validator=switch)
     _target: LatencyCurve = attrs.field(init=False, factory=lambda: LatencyCurve([1.0], [1.0]))
     _sources: dict[str, LatencyCurve] = attrs.field(init=False, factory=dict)
     _file: Path | None = attrs.field(init=False, default=None)
@@ -162,7 +163,7 @@ class MeasuredCosts(CostModel):
             key = hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:24]
             root = Path(os.environ.get("TREEGRAFT_CACHE", Path.home() / ".cache" / "treegraft"))
             self._file = root / "costs" / f"{key}.json"
-            if self._load():
+            if self._load([source.name for source in sources]):
                 return
         self._target = _measure_target(target)
         for source in sources:
@@ -181,12 +182,14 @@ class MeasuredCosts(CostModel):
         except OSError:
             self._file = None  # a read-only home costs a measurement at the next load, nothing else
 
-    def _load(self) -> bool:
+    def _load(self, names: Sequence[str]) -> bool:
         assert self._file is not None
         try:
             kept = _read_table(self._file)
         except ValueError:
             return False  # none yet, or not readable: measure
+        if not set(names) <= set(kept.sources):
+            return False
         self._target, self._sources = kept.target, kept.sources
         return True
 

@@ -11,7 +11,16 @@ import pytest
 from treegraft.bench import checks
 from treegraft.bench.arms import Answer, Arm, Request, Told
 from treegraft.bench.prompts import Prompt
-from treegraft.bench.records import LINES, MANIFEST, TABLE, Round, read_divergences, read_manifest, read_records
+from treegraft.bench.records import (
+    LINES,
+    MANIFEST,
+    SUMMARY,
+    TABLE,
+    Round,
+    read_divergences,
+    read_manifest,
+    read_records,
+)
 from treegraft.bench.run import Bench, Plan, Task, check_same, earlier_manifest, run
 from treegraft.errors import RequestError
 from treegraft.testing import MarkovTarget, markov_table
@@ -206,6 +215,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_ends_as_if_it_had_not(f
 def test_a_finished_folder_is_never_written_to_again(fair, tmp_path):
     folder = tmp_path / "run"
     finished(bench_of(*fair), folder)
+    assert earlier_manifest(folder)["complete"], "nothing is left but to sum it up"
+    (folder / SUMMARY).write_text("{}")
     with pytest.raises(RequestError, match=r"a run that finished.*\n.*Finished runs are never changed"):
         earlier_manifest(folder)
     (tmp_path / "mine").mkdir()

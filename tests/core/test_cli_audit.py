@@ -74,6 +74,12 @@ def test_json_says_the_same_and_a_tolerance_decides(expected):
     assert result.stdout.splitlines()[1].endswith("  rounding")
 
 
+@pytest.mark.parametrize("tolerance", ["nan", "inf", "-1"])
+def test_a_tolerance_is_a_finite_number(tolerance):
+    result = command("audit", "--json-file", "out.json", "--tolerance", tolerance)
+    assert result.exit_code == 2 and "--tolerance" in result.stderr
+
+
 @pytest.mark.parametrize(("sampling", "tolerance"), [((), 0.5), (("--temperature", "0.8", "--seed", "5"), 0.625)])
 def test_text_decoded_in_half_precision_is_audited_in_float32_with_a_wider_tolerance(sampling, tolerance):
     result = command("audit", *sampling, "--dtype", "bfloat16", "--json")

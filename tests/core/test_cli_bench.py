@@ -1,11 +1,14 @@
 """`treegraft bench` from its command line: a run, its folder, its exit status, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
+import treegraft_plugins
 from treegraft.bench.records import LINES, read_manifest, read_records
 from treegraft.bench.run import Bench
 from treegraft.cli import main
@@ -102,6 +105,67 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(monkeypatch):
     assert bench(*SMALL).exit_code == 0
     first = [json.loads(line) for line in done.splitlines()]
     assert [record.total_ms for record in read_records(Path("run"))[:2]] == [each["total_ms"] for each in first]
+
+
+def interrupted(monkeypatch, *words, at=6):
+    """A run that was stopped after so many requests, warm-ups included."""
+    measured, calls = Bench.measured, []
+
+    def stops(self, *args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return measured(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "measured", stops)
+        assert bench(*words).exit_code == 130
+
+
+@pytest.mark.parametrize("what", ["weights", "costs"])
+def test_a_run_is_not_gone_on_with_once_a_file_that_it_rests_on_has_changed(what, monkeypatch):
+    shutil.copytree(Path(treegraft_plugins.__path__[0]) / "hf" / "demo_pair" / "middle", "middle")
+    Path("costs.json").write_text(json.dumps({"target": 5.0, "sources": {"middle": 1.0}}))
+    words = ("--arms", "plain,all_middle", "--max-new-tokens", "4", "costs={use: file, path: costs.json}", *FIXED[1:],
+             "models.middle=middle", "models.target=demo:target")  # fmt: skip
+    interrupted(monkeypatch, *words)
+    if what == "costs":
+        Path("costs.json").write_text(json.dumps({"target": 5.0, "sources": {"middle": 9.0}}))
+    else:
+        weights = load_file("middle/model.safetensors")
+        weights["model.norm.weight"] = -weights["model.norm.weight"]
+        save_file(weights, "middle/model.safetensors", {"format": "pt"})
+    result = bench(*words)
+    assert result.exit_code == 2 and "an interrupted run that was begun otherwise: " in result.stderr
+    assert ("model_digests.middle" if what == "weights" else "files.all_middle.costs.path") in result.stderr
+
+
+def test_a_run_that_was_interrupted_while_it_was_summed_up_is_summed_up(monkeypatch):
+    def stops(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("treegraft.bench.plots.write_plots", stops)
+        assert bench(*SMALL).exit_code == 130
+    records = read_records(Path("run"))
+    result = bench(*SMALL)
+    assert result.exit_code == 0 and result.stdout == Path("run/summary.md").read_text()
+    assert read_records(Path("run")) == records
+    assert bench(*SMALL).exit_code == 2
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", "{", '{"rows": 3}'])
+@pytest.mark.parametrize("name", ["manifest.json", "summary.json", LINES])
+def test_a_damaged_folder_is_named(name, content, monkeypatch):
+    if name == LINES:
+        interrupted(monkeypatch, *SMALL)
+        Path("run", LINES).write_text(content + "\n")
+        result = bench(*SMALL)
+    else:
+        assert bench(*SMALL).exit_code == 0
+        Path("run", name).write_text(content)
+        result = CliRunner().invoke(main, ["bench", "report", "run"])
+    assert result.exit_code == 2 and "Not foreseen" not in result.stderr and "run" in result.stderr
 
 
 @pytest.mark.parametrize(

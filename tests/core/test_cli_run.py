@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import attrs
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -184,6 +185,11 @@ def test_chat_puts_messages_into_the_template_without_special_tokens_of_its_own(
 def test_template_arguments_are_read_as_yaml():
     texts = ["enable_thinking=false", "depth=3", "name=a b", "tools=[x, y]"]
     assert template_arguments(texts) == {"enable_thinking": False, "depth": 3, "name": "a b", "tools": ["x", "y"]}
+
+
+def test_a_template_argument_that_is_no_yaml_is_bad_use():
+    with pytest.raises(click.UsageError, match="--template: a value that is no YAML"):
+        template_arguments(["tools=["])
 
 
 def test_a_template_argument_that_nothing_reads_is_refused(tokenizer):

@@ -385,11 +385,25 @@ def test_an_unknown_model_is_refused_where_it_is_named(compose):
 
 def test_the_caller_may_give_paths_and_models_in_place_of_the_registrys(compose):
     loaded = object()
-    resolved = compose("two", models={"target": Path("here"), "middle": loaded, "unheard_of": object()})
+    resolved = compose("two", models={"target": Path("here"), "middle": loaded, "other": object()})
     assert resolved.models == {"target": ModelSpec("here"), "middle": loaded}
     # The other is written as `${models.middle}`.
     resolved = compose("two", "sources.middle.draft.model=other", models={"middle": loaded})
     assert resolved.models["other"] is loaded
+
+
+def test_models_that_the_registry_does_not_know_are_refused(compose):
+    with pytest.raises(ComposeError, match=r"models\.taget: no model named 'taget'[\s\S]*Did you mean 'target'"):
+        compose("two", models={"taget": object()})
+    with pytest.raises(ComposeError, match=r"models\.target: None"):
+        compose("two", models={"target": None})
+
+
+@pytest.mark.parametrize("name", ["target", "prefill", "framework"])
+def test_a_source_is_not_named_as_reports_name_other_things(compose, name):
+    source = "{draft: {use: ngram}, select: {use: newest}, graft: {use: non_destructive}}"
+    with pytest.raises(ComposeError, match=rf"sources\.{name}: a name that reports give"):
+        compose("two", f"sources.{name}={source}")
 
 
 def test_the_caller_may_give_a_target_and_drafters_themselves(compose):

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 CORE, PLUGINS = ROOT / "core" / "treegraft", ROOT / "plugins" / "treegraft_plugins"
 
 LEVELS = (
-    ("errors",), ("tree",), ("mask", "sampling", "statistics"), ("interfaces",), ("verify",), ("learn",), ("round",),
-    ("pipeline", "audit"), ("hookspecs",), ("plugins",), ("registry",), ("schema",), ("compose",),
+    ("errors",), ("tree",), ("mask", "sampling", "statistics"), ("interfaces",), ("verify", "answers"), ("learn",),
+    ("round",), ("pipeline", "audit"), ("hookspecs",), ("plugins",), ("registry",), ("schema",), ("compose",),
     ("front_door",), ("replay",), ("bench",), ("cli",),
 )  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
@@ -39,6 +39,7 @@ LAZY_EXEMPTIONS = {
     ("cli", "treegraft_plugins.schedulers.distilled.report"),
     ("cli", "treegraft_plugins.schedulers.distilled.signals"),
     ("cli", "treegraft_plugins.schedulers.distilled.weights"),
+    ("bench", "treegraft_plugins.hf.loading"),
     ("bench", "treegraft_plugins.hf.rivals"),
 }
 

@@ -34,7 +34,25 @@ def test_a_table_survives_its_round_trip():
     assert FixedCosts(**FixedCosts(**TABLE).table()).table() == FixedCosts(**TABLE).table()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"target": {"1": -3}}', '{"targets": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "3",
+        '{"target": {"1": -3}}',
+        '{"targets": 1}',
+        '{"target": null}',
+        '{"target": {"a": 1}}',
+        '{"target": {}}',
+        '{"target": {"0": 1}}',
+        '{"target": {"-5": 1}}',
+        '{"sources": [1]}',
+        '{"context_ms": Infinity}',
+        '{"context_ms": true}',
+        '{"target": NaN}',
+    ],
+)
 def test_a_file_that_holds_no_table_is_refused_by_name(tmp_path, content):
     path = tmp_path / "costs.json"
     path.write_text(content)
@@ -46,6 +64,12 @@ def load(*overrides):
     table = markov_table(8, seed=1)
     models = {"target": MarkovTarget(table), "middle": TableDrafter(table)}
     return treegraft.load("treegraft", *overrides, models=models)
+
+
+def test_a_latency_says_what_it_may_be():
+    for value in (None, {"a": 1}, {}, "fast"):
+        with pytest.raises(ValueError, match=r"a latency \(ms\) or a mapping rows -> ms is needed"):
+            FixedCosts(target=value)
 
 
 def test_costs_for_a_source_that_is_not_there_are_refused():
@@ -90,6 +114,17 @@ def test_measurements_are_kept_on_disk_where_the_models_have_an_identity(tmp_pat
         bind("toy on another desk")
     with pytest.raises(pytest.fail.Exception):
         bind("")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"target": 1.0}', "[]", ""])
+def test_a_damaged_cache_costs_nothing_but_the_measurement(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("TREEGRAFT_CACHE", os.fspath(tmp_path))
+    monkeypatch.setattr(MarkovTarget, "identity", "toy", raising=False)
+    monkeypatch.setattr(TableDrafter, "identity", "table", raising=False)
+    load("costs={use: measured}")
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text(content)
+    assert set(load("costs={use: measured}").costs.table()["sources"]) == {"small", "middle"}
 
 
 def test_an_unwritable_cache_costs_nothing_but_the_measurement(tmp_path, monkeypatch):

@@ -25,10 +25,16 @@ def of_lineup(lineup: Lineup) -> dict[str, Any]:
         name: attrs.asdict(model) if isinstance(model, ModelSpec) else str(type(model).__name__)
         for name, model in lineup.models.items()
     }
+    from treegraft_plugins.hf.loading import checkpoint_digest  # transformers' part, where it is asked for
+
     return {
         "pipelines": {name: pipeline.config for name, pipeline in lineup.pipelines.items()},
         "models": {name: model["path"] if isinstance(model, dict) else model for name, model in models.items()},
         "model_specs": models,
+        "model_digests": {
+            name: checkpoint_digest(model) for name, model in lineup.models.items() if isinstance(model, ModelSpec)
+        },
+        "files": {name: pipeline.file_digests for name, pipeline in lineup.pipelines.items()},
     }
 
 

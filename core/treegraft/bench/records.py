@@ -15,6 +15,7 @@ import attrs
 from treegraft.errors import RequestError
 
 MANIFEST = "manifest.json"
+SUMMARY = "summary.json"
 LINES = "records.jsonl"
 TABLE = "records.parquet"
 DIVERGENCES = "divergences.jsonl"
@@ -137,12 +138,23 @@ def read_records(folder: Path) -> list[Record]:
     """The Records of a run, finished or under way, in the order in which they were made.
 
     A last line that an interruption cut short is left out.
+
+    Raises:
+        RequestError: they cannot be read.
     """
-    if (folder / TABLE).exists():
-        return _read_table(folder / TABLE)
-    path = folder / LINES
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [record_from(json.loads(line)) for line in lines]
+    path = folder / (TABLE if (folder / TABLE).exists() else LINES)
+    try:
+        if path.name == TABLE:
+            return _read_table(path)
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        return [record_from(json.loads(line)) for line in lines]
+    except RequestError:
+        raise
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise RequestError(
+            str(path), f"damaged ({type(error).__name__})", "Allowed: records that treegraft bench wrote.",
+            "Run it again, into a new folder.",
+        ) from error  # fmt: skip
 
 
 def write_records(folder: Path, records: Iterable[Record]) -> None:
@@ -211,7 +223,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not {"arms", "settings", "complete"} <= set(manifest):
+            raise ValueError
+    except (OSError, ValueError, TypeError) as error:
         raise RequestError(
             str(folder),
             f"no readable {MANIFEST} ({type(error).__name__})",

@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from treegraft.bench.pairs import PairRow
-from treegraft.bench.records import read_manifest
-from treegraft.bench.summary import PARTS, SUMMARY
+from treegraft.bench.records import SUMMARY, read_manifest
+from treegraft.bench.summary import PARTS
 from treegraft.errors import RequestError
 
 Object = dict[str, Any]
@@ -309,7 +309,9 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 def _read_summary(folder: Path) -> Object:
     try:
         summary: Object = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not {"valid", "problems", "rows"} <= set(summary):
+            raise ValueError
+    except (OSError, ValueError, TypeError) as error:
         raise RequestError(
             str(folder), f"no readable {SUMMARY} ({type(error).__name__})", "Allowed: folders of finished runs.",
             "An interrupted run is resumed by its own command.",
@@ -320,7 +322,7 @@ def _read_summary(folder: Path) -> Object:
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """What of two manifests' facts differs, down to single values."""
     shared = set(ours.get("arm_settings", ())) & set(theirs.get("arm_settings", ()))
-    pairs = [(name, ours.get(name), theirs.get(name)) for name in FACTS]
+    pairs = [(name, ours.get(name), theirs.get(name)) for name in (*FACTS, "model_specs", "model_digests")]
     pairs += [(f"settings of {arm}", ours["arm_settings"][arm], theirs["arm_settings"][arm]) for arm in sorted(shared)]
     found = []
     for name, left, right in pairs:

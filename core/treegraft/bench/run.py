@@ -23,6 +23,7 @@ from treegraft.bench.records import (
     DIVERGENCES,
     LINES,
     MANIFEST,
+    SUMMARY,
     Record,
     append_record,
     read_manifest,
@@ -261,14 +262,16 @@ def cpu_load() -> float | None:
 # -- a folder ---------------------------------------------------------------------------------------------------------
 
 SAME = (
-    "arms", "pipelines", "overrides", "prompts", "prompt_hashes", "settings", "model_specs", "versions", "num_threads",
-    "device", "dtype", "arm_settings",
+    "arms", "pipelines", "overrides", "prompts", "prompt_hashes", "settings", "model_specs", "model_digests", "files",
+    "versions", "num_threads", "device", "dtype", "arm_settings",
 )  # fmt: skip
 """Keys of a manifest in which a run that is gone on with must agree with what was begun."""
 
 
 def earlier_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of the run that was begun in a folder; None for a folder that is new or empty.
+
+    A run whose records are whole, and which was interrupted while it was summed up, is gone on with too.
 
     Raises:
         RequestError: the run there has finished, or the folder holds something else.
@@ -280,7 +283,7 @@ def earlier_manifest(folder: Path) -> dict[str, Any] | None:
             f"--out {folder}", "neither new nor a run's folder", "Allowed: a folder that is not there yet."
         )
     manifest = read_manifest(folder)
-    if manifest.get("complete"):
+    if manifest.get("complete") and (folder / SUMMARY).exists():
         raise RequestError(
             f"--out {folder}", f"a run that finished ({manifest.get('finished')})",
             "Allowed: a new folder, or one whose run was interrupted.", "Finished runs are never changed.",
@@ -297,8 +300,8 @@ def check_same(folder: Path, earlier: Mapping[str, Any], manifest: Mapping[str, 
     unlike = [
         difference
         for key in SAME
-        if key in earlier and key in manifest
-        for difference in _differences(key, earlier[key], json.loads(json.dumps(manifest[key])))
+        if key in manifest
+        for difference in _differences(key, earlier.get(key), json.loads(json.dumps(manifest[key])))
     ]
     if unlike:
         more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
@@ -325,6 +328,8 @@ def run(bench: Bench, folder: Path, manifest: dict[str, Any], earlier: Mapping[s
     before = earlier or {}
     if before:
         check_same(folder, before, manifest)
+    if before.get("complete"):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     manifest |= {key: before[key] for key in ("began", "searched", "problems", "warm_ups") if key in before}
     manifest.setdefault("began", _now())

@@ -16,9 +16,8 @@ from treegraft.bench.checks import EXACT_DTYPES
 from treegraft.bench.checks import problems as unfairness
 from treegraft.bench.intervals import Ratio, Work, ratio
 from treegraft.bench.lineup import AGAIN, PLAIN
-from treegraft.bench.records import Record, Round, read_divergences, read_manifest, read_records
+from treegraft.bench.records import SUMMARY, Record, Round, read_divergences, read_manifest, read_records
 
-SUMMARY = "summary.json"
 HF_PLAIN = "hf_plain"
 UNDRAFTED = (PLAIN, AGAIN, HF_PLAIN)
 """Arms that draft nothing by their nature."""
@@ -408,7 +407,10 @@ def write_summary(folder: Path) -> Object:
     manifest, records, divergences = read_manifest(folder), read_records(folder), read_divergences(folder)
     summary = summarize(manifest, records, divergences)
     plots = write_plots(folder / "plots", manifest, summary)
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     text = markdown(manifest, summary, divergences, [path.relative_to(folder).as_posix() for path in plots])
     (folder / "summary.md").write_text(text, encoding="utf-8")
+    # Last of all: where it is there, so is the rest.
+    partial = folder / f"{SUMMARY}.part"
+    partial.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(folder / SUMMARY)
     return summary

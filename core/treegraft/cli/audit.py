@@ -12,7 +12,7 @@ import numpy as np
 from treegraft.audit import audit as differences_of
 from treegraft.cli.differences import Report
 from treegraft.cli.embedded import spare_threads
-from treegraft.cli.options import pipeline_options, resolve_options
+from treegraft.cli.options import Finite, pipeline_options, resolve_options
 from treegraft.cli.quiet import quiet
 from treegraft.cli.run import (
     chat_prompt,
@@ -61,7 +61,7 @@ class Output:
 @click.option("--dtype", help="To generate in; the audit itself is in float32 (or float64, where a model says so).")
 @click.option("--device", help="Of every model that does not say its own: cpu, cuda, cuda:1, ...")
 @click.option(
-    "--tolerance", type=click.FloatRange(min=0.0), metavar="GAP",
+    "--tolerance", type=Finite(min=0.0), metavar="GAP",
     help=f"Largest gap to put down to rounding.  [default: {TOLERANCE}; for text decoded in half precision "
     f"{HALF_PRECISION_TOLERANCE}, over the temperature if sampled]",
 )  # fmt: skip

@@ -63,7 +63,7 @@ class _Bench(click.Command):
 )  # fmt: skip
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     required=True,
     metavar="DIR",
     help="The run's folder; a new one, or one that was interrupted.",

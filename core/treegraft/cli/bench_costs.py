@@ -39,7 +39,7 @@ def _positive(text: str) -> int:
 @click.command()
 @click.argument("words", nargs=-1, metavar="[PIPELINE] [KEY=VALUE ...]")
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, metavar="DIR",
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
     help="A new folder for costs.json, curves.json and costs.png.",
 )  # fmt: skip
 @click.option(

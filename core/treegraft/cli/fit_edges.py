@@ -1,6 +1,5 @@
 """`treegraft fit edges`: weights for the edge scorers `tdes` and `bigram`."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,11 +185,7 @@ def settings_of(resolved: ResolvedPipeline) -> dict[str, Any]:
     return {
         "pipeline": {key: value for key, value in resolved.config.items() if key != "costs"},
         "models": models_of(resolved),
-        "weights": {
-            path: hashlib.sha256(Path(part.arguments["weights"]).read_bytes()).hexdigest()[:16]
-            for path, part in resolved.parts.items()
-            if Path(part.arguments.get("weights", "")).is_file()
-        },
+        "files": {path: digest for path, digest in resolved.file_digests.items() if not path.startswith("costs")},
     }
 
 

@@ -18,6 +18,7 @@ from treegraft.compose import ResolvedPipeline, build
 from treegraft.errors import RequestError
 from treegraft.interfaces import ModelSpec
 from treegraft.pipeline import Generation, Pipeline, Prompt
+from treegraft.registry import one_line
 from treegraft.sampling import SamplingOptions, SeededDraws
 
 Command = Callable[..., Any]
@@ -163,7 +164,10 @@ def template_arguments(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         if not all(text.partition("=")[:2]):
             raise click.UsageError(f"--template {text}: not KEY=VALUE.")
-    arguments: dict[str, Any] = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)))  # type: ignore[assignment]
+    try:
+        arguments: dict[str, Any] = OmegaConf.to_container(OmegaConf.from_dotlist(list(texts)))  # type: ignore[assignment]
+    except Exception as error:  # YAML's own
+        raise click.UsageError(f"--template: a value that is no YAML ({one_line(error)}).") from error
     return arguments
 
 

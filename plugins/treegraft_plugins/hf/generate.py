@@ -397,7 +397,7 @@ def _output(
 
 def _columns(rows: Sequence[Sequence[torch.Tensor]], num_new: int) -> tuple[torch.Tensor, ...]:
     """float32 [rows, V] an emitted token, zeros behind a row's end."""
-    nothing = next(torch.zeros_like(row[0]) for row in rows if row)
+    nothing = next((torch.zeros_like(row[0]) for row in rows if row), None)
     return tuple(
         torch.cat([row[column] if column < len(row) else nothing for row in rows]) for column in range(num_new)
     )
