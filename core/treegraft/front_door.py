@@ -51,6 +51,10 @@ def generate(
             raise RequestError("models.target", "a target beside the model", "Allowed: drafters' models.")
         models["target"] = model if tokenizer is None else (model, tokenizer)
         pipeline = _loaded(pipeline, models, options)
+    elif not isinstance(pipeline, Pipeline):
+        raise RequestError(
+            "pipeline", f"a {type(pipeline).__name__}", "Allowed: a name in the registry, or what `load` returned."
+        )
     elif models:
         raise RequestError("models", "models beside a loaded pipeline, which has its own", "Allowed: None.")
     return front_door(model, inputs, pipeline, seed=seed, tokenizer=tokenizer, **options)

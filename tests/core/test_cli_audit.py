@@ -50,6 +50,22 @@ def test_what_run_printed_can_be_audited_through_a_pipe():
     assert result.stdout.startswith("12 tokens, 0 not the arg-max")
 
 
+def test_a_printed_output_says_what_it_was_sampled_under():
+    printed = command("run", "--json", "--temperature", "0.8", "--top-k", "20", "--seed", "5").stdout
+    assert json.loads(printed)["sampling"] == {"max_new_tokens": 12, "temperature": 0.8, "top_p": 1.0, "top_k": 20}
+    result = command("audit", "--json-file", "-", input=printed)
+    assert (result.exit_code, result.stdout) == (0, "12 tokens, 0 not the seed's draw (tolerance 0.001)\n")
+    asked = command("audit", "--json-file", "-", "--temperature", "0", input=printed)
+    assert asked.exit_code == 1 and "not the arg-max" in asked.stdout, "what is said on the command line counts"
+
+
+@pytest.mark.parametrize("sampling", ["[]", '{"temperatur": 1}', '{"temperature": -1}', '{"temperature": "warm"}'])
+def test_what_it_was_sampled_under_is_checked(sampling):
+    Path("out.json").write_text(f'{{"token_ids": [5], "seed": 1, "sampling": {sampling}}}')
+    result = command("audit", "--json-file", "out.json")
+    assert result.exit_code == 2 and "Not foreseen" not in result.stderr
+
+
 def test_a_wrong_token_is_listed_and_fails(expected):
     wrong = planted(expected)
     result = command("audit", "--json-file", "out.json")

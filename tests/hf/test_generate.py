@@ -180,6 +180,37 @@ def test_criteria_see_the_scores_where_they_are_asked_for(model, target):
     assert seen == [1, 2, 3] and len(output.scores) == 3 and output.treegraft.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("name", ["output_scores", "output_logits"])
+def test_a_prompt_that_fills_the_context_has_no_scores(model, target, name):
+    prompt = torch.full((1, target.max_length), 5)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, name: True}
+    output = treegraft.generate(model, prompt, loaded(target, ScriptedDrafter([1, 2])), **options)
+    assert output.sequences.shape == prompt.shape and output[name.removeprefix("output_")] == ()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "pipeline", "found"),
+    [
+        (torch.tensor([5, 6]), "own", "inputs: token ids of shape"),
+        (torch.tensor([[5, 6]]), None, "pipeline: a NoneType"),
+    ],
+)
+def test_what_is_no_batch_of_ids_or_no_pipeline_is_refused(model, target, inputs, pipeline, found):
+    pipeline = loaded(target, ScriptedDrafter([1, 2])) if pipeline == "own" else pipeline
+    with pytest.raises(treegraft.RequestError, match=found):
+        treegraft.generate(model, inputs, pipeline, max_new_tokens=2, do_sample=False)
+
+
+def test_a_target_that_trains_again_is_refused(model, target):
+    pipeline = loaded(target, ScriptedDrafter([1, 2]))
+    model.train()
+    try:
+        with pytest.raises(treegraft.ModelError, match="training mode"):
+            pipeline.generate([5, 6], 2)
+    finally:
+        model.eval()
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import attrs
 import click
 import numpy as np
+from click.core import ParameterSource
 
 from treegraft.audit import audit as differences_of
 from treegraft.cli.differences import Report
 from treegraft.cli.embedded import spare_threads
 from treegraft.cli.options import Finite, pipeline_options, resolve_options
 from treegraft.cli.quiet import quiet
+from treegraft.cli.report import RECORDED
 from treegraft.cli.run import (
     chat_prompt,
     check_sampling,
@@ -44,11 +46,13 @@ class Output:
         token_ids: the new tokens.
         seed: of the request, or None.
         rounded: whether it was decoded in half precision.
+        sampling: the options it was decoded under, as far as the file says.
     """
 
     token_ids: list[int]
     seed: Seed | None
     rounded: bool
+    sampling: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @click.command()
@@ -99,6 +103,11 @@ def audit(
     check_sampling(sampling)
     text = read_prompt(prompt, prompt_file)
     output = None if json_file is None else read_output(json_file)
+    if output is not None:
+        names = ("temperature", "top_p", "top_k")
+        if all(ctx.get_parameter_source(name) is ParameterSource.DEFAULT for name in names):
+            sampling |= output.sampling
+            check_sampling(sampling)
 
     def token_ids(tokenizer: Any) -> Ints:
         ids = chat_prompt(tokenizer, text, system, arguments) if chat else text_prompt(tokenizer, text)
@@ -139,7 +148,10 @@ def read_output(file: str) -> Output:
         SeededDraws(seed)
     except RequestError as error:
         raise RequestError(f"--json-file {file}", f"seed {error.found}", error.allowed) from error
-    return Output(ids, seed, content.get("lossless_note") is not None)
+    recorded = content.get("sampling", {})
+    if not isinstance(recorded, dict) or not set(recorded) <= set(RECORDED):
+        raise RequestError(f"--json-file {file}", f"sampling {recorded!r:.60}", f"Keys: {', '.join(RECORDED)}.")
+    return Output(ids, seed, content.get("lossless_note") is not None, recorded)
 
 
 def generated(

@@ -9,14 +9,17 @@ from treegraft.pipeline import Generation
 JSON_KEYS = (
     "text", "token_ids", "num_new_tokens", "finish_reason", "num_rounds", "emitted_per_round", "accepted_per_round",
     "accepted_histogram", "target_calls", "source_calls", "latency_ms", "tokens_per_second", "lossless",
-    "lossless_note", "seed", "costs", "faults",
+    "lossless_note", "seed", "sampling", "costs", "faults",
 )  # fmt: skip
+RECORDED = ("max_new_tokens", "temperature", "top_p", "top_k")
+"""Options of a request that `sampling` of the object holds: what its text is audited under."""
 
 
-def as_json(generation: Generation) -> str:
-    """One JSON object, keys as in `JSON_KEYS`."""
-    values = {key: getattr(generation, key) for key in JSON_KEYS if key != "num_new_tokens"}
+def as_json(generation: Generation, sampling: Mapping[str, Any]) -> str:
+    """One JSON object, keys as in `JSON_KEYS`; `sampling` are the request's options."""
+    values = {key: getattr(generation, key) for key in JSON_KEYS if key not in ("num_new_tokens", "sampling")}
     values["num_new_tokens"] = len(generation.token_ids)
+    values["sampling"] = {name: sampling[name] for name in RECORDED}
     return json.dumps({key: values[key] for key in JSON_KEYS}, allow_nan=False)
 
 

@@ -102,7 +102,7 @@ def run(
         question = chat_prompt(built.tokenizer, text, system, arguments) if chat else text
         if json_wanted:
             generation = built.generate(question, **sampling)
-            click.echo(as_json(generation))
+            click.echo(as_json(generation, sampling))
         else:
             generation = write_text(built, question, sampling)
     if not json_wanted:

@@ -121,6 +121,8 @@ def _inputs(inputs: Any, generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     if inputs is None:
         return dict(generate_kwargs)
     if isinstance(inputs, torch.Tensor):
+        if inputs.ndim != 2:
+            raise RequestError("inputs", f"token ids of shape {tuple(inputs.shape)}", "Allowed: [rows, T].")
         return {"inputs": inputs, **generate_kwargs}
     if isinstance(inputs, Mapping):
         twice = sorted(set(inputs) & set(generate_kwargs))

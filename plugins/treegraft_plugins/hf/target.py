@@ -55,6 +55,8 @@ class HFCausalLMTarget(TargetModel):
 
     def prefill(self, prompts: Sequence[Ints], wants: Wants) -> list[Observation]:
         prompt = _only(prompts, "prompts")
+        if self.model.training:
+            refuse_unserved(self.model)  # since it was loaded
         self._hidden_layers = wants.hidden_layers
         past, chunk_size, self._past, self._chunk_size = self._past, self._chunk_size, None, None
         return [self._engine.prefill(prompt[:-1], wants, past, chunk_size)]
