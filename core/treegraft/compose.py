@@ -4,6 +4,7 @@
 `build` loads and connects. `load` is both.
 """
 
+import contextlib
 import hashlib
 import inspect
 import os
@@ -87,6 +88,23 @@ class Part:
         if self.model is None:
             return self.report(ComposeError, self.cls, **self.arguments)
         return self.report(ModelError, self.cls, **self.arguments | {"model": models[self.model]})
+
+    def check(self) -> None:
+        """See what its class's own validators say of the arguments, without making it.
+
+        Raises:
+            ComposeError: one of them refuses its argument.
+        """
+        self.report(ComposeError, self._validate)
+
+    def _validate(self) -> None:
+        unmade = object.__new__(self.cls)
+        for field in attrs.fields(self.cls) if attrs.has(self.cls) else ():
+            if field.validator is None or field.alias not in self.arguments or field.alias == "model":
+                continue
+            value = self.arguments[field.alias]
+            with contextlib.suppress(AttributeError):  # one that reads other fields waits until it is made
+                field.validator(unmade, field, value if field.converter is None else field.converter(value))
 
     def bind(self, made: Any, setting: Setting) -> None:
         """Let the component that was made of this meet its pipeline, if its kind does.
@@ -411,9 +429,12 @@ class _Resolver:
         """Make what needs no model, so that what it refuses shows beside the other faults; returns the parts' notes."""
         made: dict[str, Any] = {}
         for path, part in self.parts.items():
-            if part.given is None and part.model is None and not self.faults.at(part.where):
+            if part.given is None and not self.faults.at(part.where):
                 try:
-                    made[path] = part.make({})
+                    if part.model is None:
+                        made[path] = part.make({})
+                    else:
+                        part.check()
                 except TreeGraftError as error:
                     self.faults.keep(error)
         notes: dict[str, str] = {}

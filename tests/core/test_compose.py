@@ -392,6 +392,55 @@ def test_the_caller_may_give_paths_and_models_in_place_of_the_registrys(compose)
     assert resolved.models["other"] is loaded
 
 
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("temperature=.nan", r"temperature: got nan; allowed: a finite number"),
+        ("rescore_limit=-1", r"rescore_limit: got -1; allowed: an int >= 1"),
+        ("vocabulary=foo", r"'vocabulary' must be in"),
+        ("self_check=3", r"self_check: got 3; allowed: true or false"),
+    ],
+)
+def test_what_a_part_with_a_model_refuses_shows_before_the_model_is_loaded(override, found):
+    key = "sources.middle.draft"
+    with pytest.raises(ComposeError, match=rf"pipelines\.treegraft\.{key}: .*{found}"):
+        resolve("treegraft", [f"{key}.{override}", "models.middle=/nowhere"], registry=packaged_registry())
+    with pytest.raises(ComposeError, match=r"2 faults[\s\S]*stepz[\s\S]*got nan"):
+        resolve("treegraft", ["stepz=3", f"{key}.temperature=.nan"], registry=packaged_registry())
+
+
+@attrs.define(eq=False)
+class Comparing(treegraft.Drafter):
+    """Whose validator reads another field."""
+
+    model: object
+    least: int = 1
+    most: int = attrs.field(default=2)
+
+    @most.validator
+    def _at_least(self, field, value):
+        if value < self.least:
+            raise ValueError("most below least")
+
+    def draft(self, request):
+        return treegraft.Expansion.empty()
+
+
+def test_a_validator_that_reads_other_fields_waits_until_the_part_is_made(compose):
+    loaded = Plugins()
+    loaded.add(toy_plugin, Provider("toys", "1.0"))
+    comparing = type("module", (), {"treegraft_register": staticmethod(treegraft.hookimpl(_registers))})
+    loaded.add(comparing, Provider("comparing"))
+    overrides = ("sources.middle.draft={use: comparing, model: middle, most: 0}", "sources.middle.rescore=false")
+    resolved = compose("two", *overrides, plugins=loaded)
+    with pytest.raises(ModelError, match="most below least"):
+        resolved.parts["sources.middle.draft"].make({"middle": object()})
+
+
+def _registers(register):
+    register("comparing", Comparing)
+
+
 def test_models_that_the_registry_does_not_know_are_refused(compose):
     with pytest.raises(ComposeError, match=r"models\.taget: no model named 'taget'[\s\S]*Did you mean 'target'"):
         compose("two", models={"taget": object()})
