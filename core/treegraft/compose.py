@@ -18,7 +18,7 @@ import attrs
 from treegraft.errors import ComposeError, Faults, ModelError, TreeGraftError, suggest
 from treegraft.interfaces import Drafter, ModelSpec, Setting, Source, SourceSetting, TargetModel
 from treegraft.pipeline import Pipeline
-from treegraft.plugins import KINDS, Plugins, Provider, installed_plugins, plural
+from treegraft.plugins import KINDS, Plugins, Provider, installed_plugins, load_plugins, plural
 from treegraft.registry import Config, Overrides, Registry, lay_over
 from treegraft.schema import PipelineSchema, SourceSchema, model_spec, typed
 from treegraft.statistics import CostModel
@@ -213,6 +213,7 @@ def load(
     models: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
     registry: str | Path | None = None,
+    plugins: Iterable[str] = (),
 ) -> Pipeline:
     """A pipeline of the registry, ready to generate.
 
@@ -223,12 +224,16 @@ def load(
             a Drafter (for the source that drafts with that model). Those that this pipeline does not use are ignored.
         tokenizer: in place of the target's own.
         registry: a file laid over the packaged registry; by default `./registry.yaml` where there is one.
+        plugins: unpackaged ones beside those installed, by the dotted names of importable modules.
 
     Raises:
         ComposeError: all that is wrong with the pipeline, in one message.
         ModelError: a model cannot be loaded or served.
+        PluginError: one of `plugins` cannot be loaded.
     """
-    return build(resolve(pipeline, overrides, models=models, registry=registry), tokenizer=tokenizer)
+    modules = [plugins] if isinstance(plugins, str) else list(plugins)
+    found = load_plugins(modules) if modules else installed_plugins()
+    return build(resolve(pipeline, overrides, models=models, registry=registry, plugins=found), tokenizer=tokenizer)
 
 
 def resolve(

@@ -441,6 +441,19 @@ def _registers(register):
     register("comparing", Comparing)
 
 
+@pytest.mark.parametrize("plugins", ["loaded_by_name", ["loaded_by_name"]])
+def test_load_takes_unpackaged_plugins_by_name(plugins, tmp_path, monkeypatch):
+    (tmp_path / "loaded_by_name.py").write_text(Path(toy_plugin.__file__).read_text())
+    (tmp_path / "registry.yaml").write_text(toy_plugin.REGISTRY)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = MarkovTarget(toy_plugin.TABLE)
+    options = {"models": {"target": target}, "registry": tmp_path / "registry.yaml"}
+    pipeline = treegraft.load("one", plugins=plugins, **options)
+    assert type(pipeline.sources[0].drafter).__module__ == "loaded_by_name"
+    with pytest.raises(treegraft.PluginError, match="'nowhere': cannot be imported"):
+        treegraft.load("one", plugins=["nowhere"], **options)
+
+
 def test_models_that_the_registry_does_not_know_are_refused(compose):
     with pytest.raises(ComposeError, match=r"models\.taget: no model named 'taget'[\s\S]*Did you mean 'target'"):
         compose("two", models={"taget": object()})
