@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 from omegaconf import OmegaConf
 
 from treegraft.cli import main
+from treegraft.cli.options import plugins_from_here
 from treegraft.compose import resolve
 from treegraft.registry import Registry
 
@@ -199,15 +200,16 @@ def pattern_of(shown: str) -> str:
 
 
 def run_yaml(block: Block, folder: Path) -> None:
-    """Compose every pipeline that a registry block defines, as a user's registry file."""
+    """Compose every pipeline that a registry block defines, as a user's file, with the plugins that it names."""
     text = registry_on_demo_pair(block.text)
     file = folder / (block.file or "block.yaml")
     file.write_text(text)
     registry = Registry.read(file)
     own = OmegaConf.to_container(OmegaConf.create(text)).get("pipelines", {})
+    plugins = plugins_from_here(sorted(set(re.findall(r"--plugin (\w+) ", block.text))))
     for name in own:
         if name in registry.concrete():
-            resolve(name, registry=file)
+            resolve(name, registry=file, plugins=plugins)
     if block.file is None:
         file.unlink()
 

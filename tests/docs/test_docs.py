@@ -44,10 +44,12 @@ def workplace(tmp_path, monkeypatch, cache):
     folder = tmp_path / "page"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)  # as for a script that lies there
     installed_plugins.cache_clear()  # another test may have looked before the example was there
     yield folder
     installed_plugins.cache_clear()
-    sys.modules.pop("treegraft_echo", None)
+    for name in ("treegraft_echo", "my_parts"):
+        sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
 
@@ -65,6 +67,8 @@ def test_every_block_of_the_page_holds(page, workplace):
             if block.needs and find_spec(block.needs) is None:
                 continue
             exec(compile(doc_blocks.on_demo_pair(block.text), block.where, "exec"), namespace)
+        elif block.language == "python" and not (EXAMPLE / block.file).exists():
+            (workplace / block.file).write_text(block.text)
         else:
             assert block.file or block.language == "", f"{block.where}: nothing runs a block in {block.language!r}"
 

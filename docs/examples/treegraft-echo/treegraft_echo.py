@@ -7,7 +7,7 @@ import treegraft
 
 @attrs.define(eq=False)
 class EchoDrafter(treegraft.Drafter):
-    lag: int = attrs.field(default=3, validator=attrs.validators.ge(1))
+    lag: int = attrs.field(default=3, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1)])
 
     def draft(self, request):
         contexts = {node: request.context(node) for node in request.positions.tolist()}
