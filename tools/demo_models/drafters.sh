@@ -4,7 +4,7 @@
 # Usage: drafters.sh WORK       (needs treegraft installed, and one core)
 #
 # Writes the corpus to WORK/texts, and a drafter each to WORK/dflash and WORK/heads; what a wheel carries are their
-# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/. The block drafter is trained in three
+# config.json and model.safetensors, in plugins/treegraft_plugins/hf/demo_pair/. The block drafter is trained in four
 # rounds, each from the weights of the one before: the rate falls at the end of each.
 set -e
 here=$(dirname "$0")
@@ -17,6 +17,8 @@ dflash="$common --length 384 --num-windows 256 --num-held-out 24 --batch 4 --anc
 treegraft fit dflash $dflash --out "$work/dflash-first" --steps 1700 --num-continued 1536 --measure-every 750
 treegraft fit dflash $dflash --out "$work/dflash-second" --start "$work/dflash-first" --steps 3500 --num-continued 2048 \
     --measure-every 500
-treegraft fit dflash $dflash --out "$work/dflash" --start "$work/dflash-second" --steps "${DFLASH_STEPS:-8000}" \
-    --num-continued 2048 --measure-every 500 --seed 3
+treegraft fit dflash $dflash --out "$work/dflash-third" --start "$work/dflash-second" --steps 8000 --num-continued 2048 \
+    --measure-every 500 --seed 3
+treegraft fit dflash $dflash --out "$work/dflash" --start "$work/dflash-third" --steps "${DFLASH_STEPS:-5000}" \
+    --num-windows 512 --num-continued 5120 --measure-every 500 --seed 5
 treegraft fit heads $common --out "$work/heads" --steps "${HEADS_STEPS:-240}" --measure-every 120 --save-every 40
