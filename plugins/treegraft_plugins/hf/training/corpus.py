@@ -237,7 +237,8 @@ def prepared(
 
 def _saved(file: Path, asked: Mapping[str, Any]) -> Text:
     with damaged(file), file.open("rb") as content, np.load(content) as saved:
-        made, columns = json.loads(str(saved["plan"])), {name: saved[name] for name in saved.files if name != "plan"}
+        made = dict(json.loads(str(saved["plan"])))
+        columns = {name: saved[name] for name in saved.files if name != "plan"}
     changed = asked_otherwise(made, asked)
     if changed:
         raise RequestError(
