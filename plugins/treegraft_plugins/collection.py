@@ -3,10 +3,9 @@
 Whatever stops the making, at whatever moment, the same command goes on with it.
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from treegraft.errors import RequestError, TreeGraftError
+from treegraft.errors import RequestError
+from treegraft.kept import damaged, write_whole
 from treegraft.pipeline import Pipeline
 from treegraft_plugins.costs import FixedCosts
 
@@ -142,27 +142,6 @@ def kept_costs(pipeline: Pipeline, folder: Path, given: Path | None) -> FixedCos
             "A folder holds what one command made.", "Take another --out.",
         )  # fmt: skip
     return there
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a text file, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(content)
-    part.replace(path)
-
-
-@contextlib.contextmanager
-def damaged(file: Path, action: str = "Delete it: what it held is made anew.") -> Iterator[None]:
-    """Whatever goes wrong while a kept file is read, as an error that says which one it is, and what to do."""
-    try:
-        yield
-    except TreeGraftError:
-        raise
-    except Exception as error:
-        raise RequestError(
-            str(file), f"damaged ({type(error).__name__})", "Allowed: what the same command wrote.",
-            action,
-        ) from error  # fmt: skip
 
 
 @attrs.frozen

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 CORE, PLUGINS = ROOT / "core" / "treegraft", ROOT / "plugins" / "treegraft_plugins"
 
 LEVELS = (
-    ("errors",), ("tree",), ("mask", "sampling", "statistics"), ("interfaces",), ("verify", "answers"), ("learn",),
-    ("round",), ("pipeline", "audit"), ("hookspecs",), ("plugins",), ("registry",), ("schema",), ("compose",),
-    ("front_door",), ("replay",), ("bench",), ("cli",),
+    ("errors",), ("tree", "kept"), ("mask", "sampling", "statistics"), ("interfaces",), ("verify", "answers"),
+    ("learn",), ("round",), ("pipeline", "audit"), ("hookspecs",), ("plugins",), ("registry",), ("schema",),
+    ("compose",), ("front_door",), ("replay",), ("bench",), ("cli",),
 )  # fmt: skip
 LEVEL = {module: level for level, modules in enumerate(LEVELS) for module in modules}
 FREE = {"testing", "__init__"}  # may import every level but the last

@@ -109,7 +109,7 @@ class Killer:
 
     def __init__(self, patch: pytest.MonkeyPatch, num_passed: int, moment: str):
         self.left, self.moment = num_passed, moment
-        self._cut(patch, Path, "write_text", lambda path, text: path.write_bytes(text.encode()[: len(text) // 2]))
+        self._cut(patch, Path, "write_text", lambda path, text, **_: path.write_bytes(text.encode()[: len(text) // 2]))
         self._cut(patch, Path, "replace", lambda path, target: None)  # as a whole or not at all
         self._cut(
             patch, pyarrow.parquet, "write_table", lambda table, path, **options: path.write_bytes(b"PAR1, and no more")

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import attrs
 
 from treegraft.errors import RequestError
+from treegraft.kept import damaged, write_whole
 
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
@@ -143,18 +144,11 @@ def read_records(folder: Path) -> list[Record]:
         RequestError: they cannot be read.
     """
     path = folder / (TABLE if (folder / TABLE).exists() else LINES)
-    try:
+    with damaged(path, "Run it again, into a new folder."):
         if path.name == TABLE:
             return _read_table(path)
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         return [record_from(json.loads(line)) for line in lines]
-    except RequestError:
-        raise
-    except Exception as error:  # a damaged file raises whatever its reader raises
-        raise RequestError(
-            str(path), f"damaged ({type(error).__name__})", "Allowed: records that treegraft bench wrote.",
-            "Run it again, into a new folder.",
-        ) from error  # fmt: skip
 
 
 def write_records(folder: Path, records: Iterable[Record]) -> None:
@@ -236,9 +230,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Replace the manifest in one go, so that an interruption leaves the old one or the new one."""
-    partial = folder / f"{MANIFEST}.part"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / MANIFEST)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_divergences(folder: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from treegraft.bench.checks import problems as unfairness
 from treegraft.bench.intervals import Ratio, Work, ratio
 from treegraft.bench.lineup import AGAIN, PLAIN
 from treegraft.bench.records import SUMMARY, Record, Round, read_divergences, read_manifest, read_records
+from treegraft.kept import write_whole
 
 HF_PLAIN = "hf_plain"
 UNDRAFTED = (PLAIN, AGAIN, HF_PLAIN)
@@ -410,7 +411,5 @@ def write_summary(folder: Path) -> Object:
     text = markdown(manifest, summary, divergences, [path.relative_to(folder).as_posix() for path in plots])
     (folder / "summary.md").write_text(text, encoding="utf-8")
     # Last of all: where it is there, so is the rest.
-    partial = folder / f"{SUMMARY}.part"
-    partial.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(folder / SUMMARY)
+    write_whole(folder / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     return summary

@@ -15,9 +15,9 @@ from treegraft.cli.options import (
     Finite,
     Listed,
     costs_of,
+    finite,
     model_options,
     plugins_from_here,
-    positive,
     prompt_options,
 )
 from treegraft.cli.progress import progress
@@ -52,7 +52,8 @@ from treegraft.interfaces import TargetModel
     help="Every prompt is continued at each.",
 )  # fmt: skip
 @click.option(
-    "--betas", type=Listed(positive, "a list of finite numbers > 0"), default="0.2,0.4,0.7,1,1.4", show_default=True,
+    "--betas", type=Listed(finite(lambda beta: beta > 0), "a list of finite numbers > 0"),
+    default="0.2,0.4,0.7,1,1.4", show_default=True,
     metavar="B[,B...]", help="To choose from, and to report.",
 )  # fmt: skip
 @click.option("--rank", type=click.IntRange(min=1), default=64, show_default=True, help="Of the towers.")

@@ -48,26 +48,19 @@ class Finite(click.FloatRange):
         return number
 
 
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError(text)
-    return value
+def finite(suits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Reads a finite number that suits, for `Listed`."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if not (math.isfinite(value) and suits(value)):
+            raise ValueError(text)
+        return value
+
+    return read
 
 
-def positive(text: str) -> float:
-    """A finite number > 0.
-
-    Raises:
-        ValueError: it is none.
-    """
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(text)
-    return value
-
-
-TEMPERATURES = Listed(_temperature, "a list of finite numbers >= 0")
+TEMPERATURES = Listed(finite(lambda value: value >= 0), "a list of finite numbers >= 0")
 
 
 def plugin_option(command: Command) -> Command:

@@ -12,8 +12,8 @@ from attrs.validators import deep_iterable, min_len
 from transformers import DynamicCache, PreTrainedModel
 
 from treegraft.errors import RequestError
+from treegraft.kept import damaged
 from treegraft.tree import Floats, Ints
-from treegraft_plugins.collection import damaged
 from treegraft_plugins.hf.fingerprint import asked_otherwise, fingerprint, text_fingerprint
 from treegraft_plugins.options import number, whole
 

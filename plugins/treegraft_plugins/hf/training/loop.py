@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from treegraft.errors import RequestError
-from treegraft_plugins.collection import damaged
+from treegraft.kept import damaged
 from treegraft_plugins.hf.fingerprint import asked_otherwise
 from treegraft_plugins.hf.loading import without_progress_bars
 from treegraft_plugins.hf.training.corpus import Report

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from treegraft.errors import RequestError
 from treegraft.interfaces import RoundState, Source
+from treegraft.kept import damaged, write_whole
 from treegraft.pipeline import Pipeline
 from treegraft.replay.recording import Recording, record, reference_path, wants_of
 from treegraft.replay.schedules import Follow, Label, Prefix, check_schedules, schedules
 from treegraft.sampling import SamplingOptions
-from treegraft_plugins.collection import cell_name, damaged, write_whole
+from treegraft_plugins.collection import cell_name
 from treegraft_plugins.costs import FixedCosts
 from treegraft_plugins.schedulers.distilled import trajectories
 from treegraft_plugins.schedulers.distilled.fit import Setup

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treegraft.errors import RequestError, suggest
+from treegraft.kept import damaged, write_whole
 from treegraft.tree import Ints
-from treegraft_plugins.collection import damaged, write_whole
 from treegraft_plugins.fitted import read_arrays, save, versions
 from treegraft_plugins.options import whole
 from treegraft_plugins.schedulers.distilled import fit, trajectories
