@@ -6,6 +6,9 @@
 Prints a line for every output that differs and `N of N equal`; exits 1 on a difference. Costs are fixed and the budget
 is full unless overridden, so that trees are as large as they get and a run can be repeated.
 
+Pipelines whose verifier draws for itself are compared at temperature 0 only: what they sample is other text of the same
+distribution.
+
 A line ends with how far the pipeline's token was from being chosen where the two part, in a forward of one row: the gap
 (nats) that `treegraft audit` gives. About 1e-5 is rounding (a forward of many rows adds in another order than one of a
 single row); more is an error in the decoder.
@@ -40,6 +43,8 @@ def main() -> int:
             request = {"max_new_tokens": options.max_new_tokens, "seed": options.seed, **sampling}
             expected = plain.generate(prompt, **request)
             for name, pipeline in pipelines.items():
+                if temperature and not pipeline.repeats_plain:
+                    continue
                 found = pipeline.generate(prompt, **request)
                 num_runs += 1
                 num_equal += found.token_ids == expected.token_ids

@@ -66,6 +66,16 @@ def check_choice(part: object, choice: BudgetChoice, most: int) -> None:
         _refuse(part, f"{found!r} nodes to verify", f"B1 an integer from 0 to max_verify_nodes, {most}")
 
 
+def check_prunable(part: object, tree: DraftTree, lossless: bool) -> None:
+    """A budget's answer after growth that leaves nodes of the tree out.
+
+    Raises:
+        InvariantError: naming part and rule.
+    """
+    if lossless and tree.draft_probs is not None:
+        _refuse(part, "a budget for fewer nodes than were drawn", "B3 all of them, or the text would be biased")
+
+
 def check_pruned(part: object, pruned: DraftTree, num_nodes: int) -> None:
     """A pruner's answer, given the budget.
 

@@ -17,7 +17,7 @@ import attrs
 
 from treegraft.errors import ComposeError, Faults, ModelError, TreeGraftError, suggest
 from treegraft.interfaces import Drafter, ModelSpec, Setting, Source, SourceSetting, TargetModel
-from treegraft.pipeline import Pipeline
+from treegraft.pipeline import Pipeline, biases
 from treegraft.plugins import KINDS, Plugins, Provider, installed_plugins, load_plugins, plural
 from treegraft.registry import Config, Overrides, Registry, lay_over
 from treegraft.schema import PipelineSchema, SourceSchema, model_spec, typed
@@ -72,9 +72,14 @@ class Part:
         """The name of the model to load for it, or None."""
         return self.arguments.get("model") if self.given is None else None
 
+    @property
+    def speaker(self) -> Any:
+        """The class, or the object in its place: what declares `rescores`, `proposals`, `lossless`, ..."""
+        return self.cls if self.given is None else self.given
+
     def says(self, name: str) -> Any:
-        """What the class, or the object in its place, declares: `rescores`, `proposals`, `lossless`, ..."""
-        return getattr(self.cls if self.given is None else self.given, name)
+        """What it declares under this name."""
+        return getattr(self.speaker, name)
 
     def make(self, models: Mapping[str, Any]) -> Any:
         """The component itself; its `model` argument becomes the ModelSpec or the object in `models`.
@@ -174,6 +179,11 @@ class ResolvedPipeline:
     def lossless(self) -> bool:
         """Whether the output has exactly the target's distribution."""
         return bool(self.parts["verifier"].says("lossless"))
+
+    @property
+    def repeats_plain(self) -> bool:
+        """Whether sampled text is plain decoding's with the same seed, token for token."""
+        return bool(self.parts["verifier"].says("repeats_plain"))
 
     @property
     def file_digests(self) -> dict[str, str]:
@@ -350,6 +360,7 @@ class _Resolver:
             self.check_source(name, keys)
             if keys["edges"] is None:
                 del keys["edges"]
+        self.check_biases(known)
         self.check_models()
         sources = {name: SourceSchema(**config["sources"][name]) for name in known}
         notes = self.try_parts(sources, config["steps"])
@@ -414,21 +425,25 @@ class _Resolver:
             )
 
     def check_source(self, name: str, keys: Config) -> None:
-        """Whether drafter, source and verifier suit each other."""
+        """Whether drafter and source suit each other."""
         where = f"pipelines.{self.name}.sources.{name}"
-        drafter, verifier = self.parts.get(f"sources.{name}.draft"), self.parts.get("verifier")
+        drafter = self.parts.get(f"sources.{name}.draft")
         if drafter is None:
             return
         if keys["rescore"] and not drafter.says("rescores"):
             self.faults.add(f"{where}.rescore", f"the drafter {drafter.use!r} does not rescore.", "Allowed: false.")
         if keys["edges"] is not None and not drafter.says("takes_edge_scorer"):
             self.faults.add(f"{where}.edges", f"the drafter {drafter.use!r} takes no edge scorer.", "Allowed: null.")
-        if verifier is not None and drafter.says("proposals") not in verifier.says("accepts"):
-            self.faults.add(
-                f"{where}.draft", f"{drafter.use!r} makes {drafter.says('proposals')} proposals, "
-                f"for which the verifier {verifier.use!r} would not keep the target's distribution.",
-                f"It accepts: {', '.join(sorted(verifier.says('accepts')))}.", "Take another drafter or verifier.",
-            )  # fmt: skip
+
+    def check_biases(self, sources: Iterable[str]) -> None:
+        """Whether drafters, budget and verifier keep the target's distribution together."""
+        parts = {name: self.parts.get(f"sources.{name}.draft") for name in sources}
+        drafters = {name: (repr(part.use), part.speaker) for name, part in parts.items() if part is not None}
+        verifier, budget = self.parts.get("verifier"), self.parts.get("budget")
+        if verifier is not None:
+            limit = None if budget is None else (repr(budget.use), budget.speaker)
+            for place, *fault in biases(drafters, limit, (repr(verifier.use), verifier.speaker)):
+                self.faults.add(f"pipelines.{self.name}.{place}", *fault)
 
     def try_parts(self, sources: Mapping[str, SourceSchema], steps: int) -> dict[str, str]:
         """Make what needs no model, so that what it refuses shows beside the other faults; returns the parts' notes."""

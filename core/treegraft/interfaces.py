@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from treegraft.errors import InvariantError
-from treegraft.sampling import SamplingOptions, SamplingRules, Scores, TokenSampler
+from treegraft.sampling import ProposalSampler, SamplingOptions, SamplingRules, Scores, TokenSampler
 from treegraft.statistics import AcceptanceStats, CostModel
 from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
 
@@ -96,6 +96,7 @@ class DraftRequest:
         committed: int64 [T], every committed token, the root's included.
         edge_scorer: for one-pass drafters, or None.
         source: the asking source's index in the tree's columns; -1 for none of them.
+        sampler: what a drafter of sampled proposals draws with; None for all others.
     """
 
     tree: DraftTree
@@ -107,6 +108,23 @@ class DraftRequest:
     committed: NDArray[np.int64]
     edge_scorer: "EdgeScorer | None" = None
     source: int = -1
+    sampler: ProposalSampler | None = None
+
+    def sample(self, logits: torch.Tensor) -> tuple[Ints, Floats]:
+        """A token for each row of a drafter's `logits` [N, V], drawn under the request's own temperature, top-p, ...
+
+        Returns:
+            tokens int64 [N], and draft_probs float64 [N, V], the distributions that they were drawn from.
+
+        Raises:
+            InvariantError: the drafter says that it makes deterministic proposals.
+        """
+        if self.sampler is None:
+            raise InvariantError(
+                "DraftRequest.sample", "a drafter of deterministic proposals", 'Rule: D12 sampled proposals only.',
+                'Declare proposals = "sampled".',
+            )  # fmt: skip
+        return self.sampler.draw(logits)
 
     def context(self, node: int) -> NDArray[np.int64]:
         """int64 [T + depth]: all tokens up to and including `node`'s."""
@@ -140,6 +158,17 @@ class DraftRequest:
         _require(size <= self.max_nodes, "D5 at most max_nodes proposals")
         _require(answer.anchor.min() >= -size, "D1 anchors: rows of the tree, or earlier proposals")
         _require(np.bincount(answer.anchor + size).max() <= self.branching, "D5 at most `branching` proposals a node")
+        self._check_drawn(answer)
+
+    def _check_drawn(self, answer: "Expansion") -> None:
+        probs, size = answer.draft_probs, len(answer)
+        if self.sampler is None:
+            _require(probs is None, "D12 draft_probs of sampled proposals only")
+            return
+        _require(getattr(probs, "shape", None) == (size, self.vocab_size), "D12 sampled: draft_probs [E, vocab_size]")
+        _require(bool((probs[np.arange(size), answer.token] > 0).all()), "D12 sampled: drawn tokens have mass")
+        sound = bool((probs >= 0).all()) and np.allclose(probs.sum(-1), 1.0, atol=1e-6)
+        _require(sound, "D12 sampled: draft distributions are >= 0 and sum to one")
 
     def check_depths(self, depths: Ints) -> None:
         """Refuse proposals at `depths` [E] where one lies too deep.
@@ -484,12 +513,13 @@ class Drafter(ABC):
         D9. No positions, no proposals; a one-token prompt works.
         D10. `start` forgets the previous request.
         D11. Every default argument works.
-        D12. Sampled proposals only: draft distributions sum to one, and drawn tokens have mass.
+        D12. Sampled proposals, and they alone, bring `draft_probs`: they sum to one, and drawn tokens have mass.
         D13. After `restore`, the calls that followed `checkpoint` give the same answers and the same `num_rows`.
     """
 
     proposals: ClassVar[Literal["deterministic", "sampled"]] = "deterministic"
-    """Whether tokens are chosen (top-k, lookup) or drawn at random; it decides which verifiers are lossless."""
+    """Whether tokens are chosen (top-k, lookup) or drawn at random; it decides which verifiers are lossless. Drawn ones
+    come from `request.sample`, all of a round in one call at the root, and bring their `draft_probs`."""
     takes_edge_scorer: ClassVar[bool] = False
     """Whether `draft` honours `request.edge_scorer`."""
     rescores: ClassVar[bool] = False
@@ -614,8 +644,12 @@ class BudgetPolicy(ABC):
     Rules:
         B1. Both answers are integers >= 0, and at most `max_verify_nodes`.
         B2. `choose` allows what `verify_nodes` allows.
+        B3. With `verifies_all`, `verify_nodes` allows every node of a tree that `max_nodes` allowed.
     """
 
+    verifies_all: ClassVar[bool] = False
+    """Whether nothing that grew is left out: what sampled proposals need, since leaving some out by what was drawn
+    would bias the text."""
     max_verify_nodes: int
     """B, the most non-root nodes it ever allows (the constructor argument `verify_nodes`)."""
 
@@ -696,10 +730,18 @@ class Verifier(ABC):
     """Whether the output has exactly the target's distribution."""
     accepts: ClassVar[frozenset[str]]
     """The kinds of proposals (`Drafter.proposals`) for which that holds."""
+    repeats_plain: ClassVar[bool] = False
+    """Whether sampled text is plain decoding's with the same seed, token for token: every token comes from
+    `sampler.next`."""
 
     @abstractmethod
     def verify(self, tree: DraftTree, scores: Scores, sampler: TokenSampler) -> Verdict:
-        """Decide the round. `sampler.next(row)` gives the target's token after a row, once per emitted token."""
+        """Decide the round.
+
+        `sampler.next(row)` gives the target's token after a row, once per emitted token. A verifier that draws for
+        itself reads `sampler.probs(row)`, draws from `sampler.stream`, and says what it chose by
+        `sampler.emit(row, token)`.
+        """
 
 
 RoundObserver = Callable[[RoundRecord], None]

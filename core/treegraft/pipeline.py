@@ -147,13 +147,10 @@ class Pipeline:
         self.calibration, self.on_round, self._rebuild = calibration, on_round, rebuild
         self.tokenizer = tokenizer if tokenizer is not None else target.tokenizer
         self._busy = _BUSY.setdefault(target, threading.Lock())  # pipelines may share a target object
+        drafters = {source.name: _named(source.drafter) for source in self.sources}
+        for place, *fault in biases(drafters, _named(budget), _named(verifier)):
+            raise ComposeError(f"pipelines.{name}.{place}", *fault)
         for source in self.sources:
-            if source.drafter.proposals not in verifier.accepts:
-                raise ComposeError(
-                    f"pipelines.{name}.sources.{source.name}",
-                    f"its drafter makes {source.drafter.proposals} proposals, which this verifier would bias",
-                    f"Allowed with {type(verifier).__name__}: {', '.join(sorted(verifier.accepts))}.",
-                )
             source.drafter.bind(target)
             if source.edge_scorer is not None:
                 source.edge_scorer.meet(target)
@@ -168,6 +165,11 @@ class Pipeline:
     def lossless(self) -> bool:
         """Whether the output has exactly the target's distribution."""
         return self.parts.verifier.lossless
+
+    @property
+    def repeats_plain(self) -> bool:
+        """Whether sampled text is plain decoding's with the same seed, token for token."""
+        return self.parts.verifier.repeats_plain
 
     def generate(
         self,
@@ -486,6 +488,49 @@ class Pipeline:
             faults=faults,
             costs=self.costs.table(),
         )
+
+
+Named = tuple[str, Any]
+"""A part as messages call it, and its class or object."""
+
+
+def biases(
+    drafters: Mapping[str, Named], budget: Named | None, verifier: Named
+) -> Iterator[tuple[str, str, str, str]]:  # fmt: skip
+    """Why parts would not keep the target's distribution together: where, what is found, what is allowed, what to do.
+
+    Args:
+        drafters: by source; only what they declare is read.
+        budget, verifier: likewise; a budget of None is not looked at.
+    """
+    accepted = verifier[1].accepts
+    for name, (shown, drafter) in drafters.items():
+        if drafter.proposals not in accepted:
+            yield (
+                f"sources.{name}.draft", f"{shown} makes {drafter.proposals} proposals, "
+                f"for which the verifier {verifier[0]} would not keep the target's distribution.",
+                f"It accepts: {', '.join(sorted(accepted))}.",
+                "Take another drafter, or the verifier for it: match for deterministic ones, block for sampled chains.",
+            )  # fmt: skip
+    if not verifier[1].lossless:
+        return
+    drawn = [shown for shown, drafter in drafters.values() if drafter.proposals == "sampled"]
+    if drawn and len(drafters) > 1:
+        yield (
+            "sources", f"{len(drafters)} of them, and {drawn[0]} makes sampled proposals.",
+            "Allowed beside it: no other. A token that one draws and another chooses cannot be one node without bias.",
+            "Take the others out, or a drafter that chooses.",
+        )  # fmt: skip
+    if drawn and budget is not None and not budget[1].verifies_all:
+        yield (
+            "budget", f"{budget[0]} leaves out nodes by their scores, and {drawn[0]} makes sampled proposals.",
+            "Allowed for them: budgets that verify all that was drawn. To choose among it would bias the text.",
+            "Take budget={use: fixed}.",
+        )  # fmt: skip
+
+
+def _named(part: Any) -> Named:
+    return type(part).__name__, part
 
 
 def _exhaust(rounds: Generator[RoundRecord, None, Generation], kept: list[RoundRecord] | None = None) -> Generation:

@@ -99,6 +99,7 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     laps.lap("schedule")
     pruned = state.tree
     if choice.nodes < len(pruned) - 1:
+        answers.check_prunable(parts.budget, pruned, parts.verifier.lossless)
         pruned = pruned.keep(parts.pruner.prune(pruned, choice.nodes))
         answers.check_pruned(parts.pruner, pruned, choice.nodes)
     laps.lap("build")
@@ -162,13 +163,16 @@ def _draft_step(
 ) -> StepRecord:
     """One source's step: rescore, choose positions, draft, graft."""
     tree, drafter, acceptance = state.tree, source.drafter, state.statistics.acceptance
-    max_nodes, max_depth = source.width * source.branching + max_nodes, _max_depth(source, state)
-    committed = request.sampler.committed
+    is_drawn = drafter.proposals == "sampled"
+    if not is_drawn:  # room for more than will be verified; what is drawn is verified whole
+        max_nodes += source.width * source.branching
+    max_depth, committed = _max_depth(source, state), request.sampler.committed
+    sampler = request.sampler.proposals(source.index) if is_drawn else None
 
     def question(tree: DraftTree, positions: Ints) -> DraftRequest:
         return DraftRequest(
             tree, positions, source.branching, max_nodes, max_depth, request.vocab_size, committed,
-            source.edge_scorer, source.index,
+            source.edge_scorer, source.index, sampler,
         )  # fmt: skip
 
     rescored = _NO_ROWS
@@ -229,6 +233,8 @@ def _max_depth(source: Source, state: RoundState) -> int:
 def _candidates(source: Source, state: RoundState) -> Ints:
     """Rows that `source` may draft below: its selector's, else the leaves that it has not expanded."""
     tree = state.tree
+    if source.drafter.proposals == "sampled" and len(tree) > 1:
+        return _NO_ROWS  # grafting below what was drawn, or onto it, would make the tree depend on the draws
     shallow = tree.depth < _max_depth(source, state)
     rows = source.selector.candidates(tree, source)
     answers.check_candidates(source.selector, rows, tree)

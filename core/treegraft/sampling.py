@@ -2,7 +2,8 @@
 
 `Draws` is the only randomness. For match verification and plain decoding the noise behind the token at position p
 is a pure function of (seed, p), so sampled output depends on no drafter, tree shape or schedule: it equals plain
-decoding with the same seed, token for token.
+decoding with the same seed, token for token. Verifiers that draw for themselves, and drafters that draw what they
+propose, read a `Stream` each: noise that nothing else reads.
 """
 
 import math
@@ -15,6 +16,7 @@ import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import one_hot
 
 from treegraft.errors import RequestError
 from treegraft.tree import DraftTree, Floats, Ints
@@ -39,6 +41,42 @@ class Draws(ABC):
             probs: float64 [N, V], rows sum to one.
             positions: int64 [N], the sequence position each row's token would take.
         """
+
+    @abstractmethod
+    def draw(self, probs: Floats, key: "Key") -> int:
+        """One index, drawn from `probs` float64 [V] (any sum above 0) by the noise behind `key`, which is read once."""
+
+
+Key = tuple[int, int, int]
+"""(round, ordinal, stream): which of the draws of which round for which purpose."""
+
+
+@attrs.define(eq=False)
+class Stream:
+    """Draws of one round for one purpose, keyed by (seed, round, ordinal, stream).
+
+    A verifier that draws beyond the place where it stops would meet the same noise again if it were keyed by position,
+    and so would one that shared a drafter's: both bias the text.
+
+    Args:
+        draws: the randomness of the request.
+        round: the position of the first token that the round emits, which no other round has.
+        number: 0 is the verifier's, 1 + s that of source s.
+    """
+
+    draws: Draws
+    round: int
+    number: int
+    _num_drawn: int = attrs.field(init=False, default=0)
+
+    def draw(self, probs: Floats) -> int:
+        """One index, drawn from `probs` float64 [V] (any sum above 0)."""
+        self._num_drawn += 1
+        return self.draws.draw(probs, (self.round, self._num_drawn - 1, self.number))
+
+    def happens(self, prob: float) -> bool:
+        """Whether something of probability `prob` happens."""
+        return bool(self.draw(np.array([1.0 - prob, prob])))
 
 
 _BLOCK = 512  # tokens; near the square root of a large vocabulary, where the two races cost the same
@@ -73,11 +111,21 @@ class SeededDraws(Draws):
     def exponentials(self, position: int, size: int) -> Floats:
         """float64 [size] > 0: exponentials of rate 1 behind the token at `position`, a prefix of any longer ones."""
         # The generator counts in the first word: positions stand in the next, so that no two of them meet.
-        words = np.random.Philox(counter=[0, position, 0, 0], key=self._key).random_raw(size)
-        return _exponentials(words)
+        return _exponentials(self._words([0, position, 0, 0], size))
 
     def choose(self, probs: torch.Tensor, positions: Ints) -> Rows:
         return _RacedRows(self, probs, positions)
+
+    def draw(self, probs: Floats, key: Key) -> int:
+        round, ordinal, stream = key
+        (word,) = self._words([0, round, ordinal, 1 + stream], 1)  # the last word of a position's is 0
+        # By inverse CDF: nothing has to come out the same from rows that differ by rounding.
+        masses = np.cumsum(probs)
+        uniform = float(word >> np.uint64(11)) * 2.0**-53  # below 1
+        return int(masses.searchsorted(uniform * masses[-1], side="right"))
+
+    def _words(self, counter: list[int], size: int) -> NDArray[np.uint64]:
+        return np.random.Philox(counter=counter, key=self._key).random_raw(size)
 
     def gap(self, probs: torch.Tensor, position: int, token: int) -> float:
         """How far `token` is from being drawn from `probs` [V] at `position` (nats).
@@ -234,7 +282,7 @@ class SamplingRules:
     Attributes:
         greedy: take the arg-max of the processed row instead of drawing from it.
         processors: called in order as `processor(ids [1, T], scores [1, V])`, transformers' protocol.
-        stateless: every processor reads the scores alone (temperature, top-p, ...): rows may be processed at once.
+        warpers: those of the processors that read the scores alone (temperature, top-p, ...).
         criteria: called as `criterion(ids [1, T], scores)` after every token; truthy ends the request ("stop").
             `scores` are those kept so far, as transformers passes them, or None.
         eos_ids: tokens that end the request ("eos").
@@ -245,18 +293,53 @@ class SamplingRules:
 
     greedy: bool = True
     processors: Sequence[Processor] = ()
-    stateless: bool = True
+    warpers: Sequence[Processor] = ()
     criteria: Sequence[Criterion] = ()
     eos_ids: frozenset[int] = frozenset()
     keep_scores: bool = False
     keep_logits: bool = False
     device: torch.device | None = None
 
+    @property
+    def stateless(self) -> bool:
+        """Whether every processor reads the scores alone: rows may be processed at once, and ahead of the text."""
+        return len(self.warpers) == len(self.processors)
+
     def process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Run the processors over `scores` float32 [N, V]; `ids` [1, T] is the true prefix (N = 1 if not stateless)."""
         for processor in self.processors:
             scores = processor(ids, scores)
         return scores
+
+    def probs(self, processed: torch.Tensor) -> torch.Tensor:
+        """float64 [N, V]: what tokens are drawn from after `processed` [N, V]; one-hot where they are not drawn."""
+        if self.greedy:
+            return one_hot(processed.argmax(-1), processed.shape[-1]).double()
+        return processed.double().softmax(-1)
+
+
+@attrs.frozen(eq=False)
+class ProposalSampler:
+    """How a drafter draws what it proposes: under the request's own temperature, by noise that nothing else reads."""
+
+    rules: SamplingRules
+    stream: Stream
+
+    def draw(self, logits: torch.Tensor) -> tuple[Ints, Floats]:
+        """A token for each row of `logits` [N, V], and the distributions that they were drawn from.
+
+        The request's warpers (temperature, top-p, ...) are applied to the drafter's logits as they are to the target's;
+        in a greedy request a distribution is one-hot at its arg-max.
+
+        Returns:
+            tokens int64 [N], draft_probs float64 [N, V].
+        """
+        scores = logits.detach().to(self.rules.device or logits.device, torch.float32, copy=True)
+        no_text = torch.zeros(len(scores), 0, dtype=torch.int64, device=scores.device)
+        for warper in self.rules.warpers:
+            scores = warper(no_text, scores)
+        draft_probs = self.rules.probs(scores).cpu().numpy()
+        return np.array([self.stream.draw(probs) for probs in draft_probs], np.int64), draft_probs
 
 
 class TokenSampler:
@@ -273,7 +356,10 @@ class TokenSampler:
     Attributes:
         scores: with `rules.keep_scores`, float32 [1, V] an emitted token: its row after all processors.
         logits: with `rules.keep_logits`, float32 [1, V] an emitted token: its raw row.
+        stream: draws for a verifier that does not leave them to `next`; those of the round that `begin` began.
     """
+
+    stream: Stream
 
     def __init__(
         self,
@@ -295,6 +381,7 @@ class TokenSampler:
         self.stop_reason: str | None = limit_reason if max_tokens <= 0 else None
         self._scores: Scores | None = None
         self._batched: list[int] | None = None
+        self._kept: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}  # by node, what is to be kept of it
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -323,8 +410,9 @@ class TokenSampler:
         return emitted
 
     def begin(self, tree: DraftTree, scores: Scores) -> None:
-        """Hand over a round's target scores, before the first `next` of that round."""
-        self._scores, self._batched = scores, None
+        """Hand over a round's target scores, before the first token of that round."""
+        self._scores, self._batched, self._kept = scores, None, {}
+        self.stream = Stream(self.draws, self._position, 0)
         if scores.tensor.device.type == "cpu":
             return  # row by row, as needed
         # An accelerator is waited for here in any case, so that its forward is not timed as somebody else's work. All
@@ -342,15 +430,31 @@ class TokenSampler:
 
         Called once per emitted token, in order, never after `stop_reason` is set.
         """
-        if self.stop_reason is not None or self._scores is None:
-            raise RuntimeError(f"TokenSampler.next: called after the end ({self.stop_reason}) or before begin().")
-        token = int(self._batched[row]) if self._batched is not None else self._choose(self._scores, row)
-        if self._size == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
-        self._buffer[self._size] = token
-        self._size += 1
-        self.stop_reason = self._reason_after(token)
+        scores = self._going()
+        token = int(self._batched[row]) if self._batched is not None else self._choose(scores, row)
+        self._append(row, token)
         return token
+
+    def probs(self, row: int) -> Floats:
+        """float64 [V]: what the target draws the token after the node `row` from; one-hot in a greedy request.
+
+        For verifiers that draw for themselves, from `stream`. Where a processor reads the text
+        (`rules.stateless` is False), only for the node that the text emitted so far ends in, and once.
+        """
+        probs: Floats = self.rules.probs(self._processed(self._going(), row))[0].cpu().numpy()
+        return probs
+
+    def emit(self, row: int, token: int) -> None:
+        """Emit the token that a verifier chose after the node `row`, whose `probs` it has read.
+
+        Called in order, never after `stop_reason` is set.
+        """
+        self._going()
+        self._append(row, token)
+
+    def proposals(self, source: int) -> ProposalSampler:
+        """How the source of this index draws what it proposes in the round that is about to begin."""
+        return ProposalSampler(self.rules, Stream(self.draws, self._position, 1 + source))
 
     @property
     def _position(self) -> int:
@@ -361,21 +465,45 @@ class TokenSampler:
         """int64 [1, T], a copy: a processor may keep it, or write to it."""
         return torch.tensor(self._buffer[: self._size], device=self._device)[None]
 
+    def _going(self) -> Scores:
+        """The round's scores."""
+        if self.stop_reason is not None or self._scores is None:
+            raise RuntimeError(f"TokenSampler: asked after the end ({self.stop_reason}) or before begin().")
+        return self._scores
+
     def _choose(self, scores: Scores, node: int) -> int:
         rules = self.rules
         if rules.greedy and not (rules.processors or rules.keep_scores or rules.keep_logits):
             return scores.best(node)
+        processed = self._processed(scores, node)
+        if rules.greedy:
+            return int(processed[0].argmax())
+        return int(self.draws.choose(rules.probs(processed), np.array([self._position]))[0])
+
+    def _processed(self, scores: Scores, node: int) -> torch.Tensor:
+        """float32 [1, V]: the node's row after all processors."""
+        rules = self.rules
         logits = scores.logits(node)
         row = logits[None] if rules.device is None else logits[None].to(rules.device)
         self._device = row.device
-        if rules.keep_logits:
-            self.logits.append(row.clone())  # before a processor can write to it
+        raw = row.clone() if rules.keep_logits else None  # before a processor can write to it
         processed = rules.process(self._ids(), row) if rules.processors else row
-        if rules.keep_scores:
+        if rules.keep_scores or rules.keep_logits:
+            self._kept[node] = raw, processed if rules.keep_scores else None
+        return processed
+
+    def _append(self, row: int, token: int) -> None:
+        """Take `token` in, after the node `row`."""
+        if self._size == len(self._buffer):
+            self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
+        self._buffer[self._size] = token
+        self._size += 1
+        raw, processed = self._kept.get(row, (None, None))
+        if raw is not None:
+            self.logits.append(raw)
+        if processed is not None:
             self.scores.append(processed)
-        if rules.greedy:
-            return int(processed[0].argmax())
-        return int(self.draws.choose(processed.double().softmax(-1), np.array([self._position]))[0])
+        self.stop_reason = self._reason_after(token)
 
     def _reason_after(self, token: int) -> str | None:
         stopped = False

@@ -6,13 +6,13 @@ from treegraft.hookspecs import Register, hookimpl
 @hookimpl
 def treegraft_register(register: Register) -> None:
     """Every built-in, by name. Imported here, so that importing a single one does not bring in transformers."""
-    from treegraft.verify import MatchVerifier
+    from treegraft.verify import BlockVerifier, MatchVerifier
     from treegraft_plugins import budgets, costs, graft_policies, pruners, selectors
     from treegraft_plugins.blocktree import edges
     from treegraft_plugins.drafters.ngram import NGramDrafter
     from treegraft_plugins.drafters.suffix import SuffixDrafter
     from treegraft_plugins.hf.csd import CascadeDrafter
-    from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
+    from treegraft_plugins.hf.dflash.drafter import DFlashDrafter, SampledDFlashDrafter
     from treegraft_plugins.hf.drafter import HFCausalLMDrafter
     from treegraft_plugins.hf.heads.drafter import HeadsDrafter
     from treegraft_plugins.hf.target import HFCausalLMTarget
@@ -25,6 +25,7 @@ def treegraft_register(register: Register) -> None:
     register("hf_causal_lm", HFCausalLMTarget)
     register("hf_causal_lm", HFCausalLMDrafter)
     register("dflash", DFlashDrafter)
+    register("dflash_sampled", SampledDFlashDrafter)
     register("heads", HeadsDrafter)
     register("csd", CascadeDrafter)
     register("ngram", NGramDrafter)
@@ -46,6 +47,7 @@ def treegraft_register(register: Register) -> None:
     register("tdes", edges.TDESScorer)
     register("top_paths", pruners.TopPaths)
     register("match", MatchVerifier)
+    register("block", BlockVerifier)
     register("fixed", costs.FixedCosts)
     register("measured", costs.MeasuredCosts)
     register("file", costs.FileCosts)

@@ -1,5 +1,7 @@
 """How many nodes of a tree are worth verifying."""
 
+from typing import ClassVar
+
 import attrs
 import numpy as np
 
@@ -16,6 +18,8 @@ class FixedBudget(BudgetPolicy):
     Args:
         verify_nodes: B, most non-root nodes to verify; 0 decodes plainly.
     """
+
+    verifies_all: ClassVar[bool] = True
 
     max_verify_nodes: int = attrs.field(default=63, alias="verify_nodes", validator=whole(0))
 

@@ -183,3 +183,76 @@ def test_what_a_drafter_writes_into_what_it_was_shown_reaches_no_text(to):
     else:
         with pytest.raises(InvariantError, match=r"written over|a verdict of the tokens"):
             generated(pipeline)
+
+
+@attrs.define(eq=False)
+class Drawing(Drafter):
+    """Draws two tokens in a chain, and answers what `answer` makes of them."""
+
+    answer: object
+    proposals = "sampled"
+
+    def draft(self, request):
+        length = min(2, request.max_depth, request.max_nodes)
+        tokens, draft_probs = request.sample(torch.zeros(length, V))
+        return self.answer(Expansion([0, -1][:length], tokens, [-1.0] * length, draft_probs))
+
+
+def drawing(answer=lambda drawn: drawn, *overrides, **parts):
+    models = {"target": MarkovTarget(TABLE), "dflash": Drawing(answer)}
+    pipeline = treegraft.load("dflash_sampled", "costs={use: fixed}", *overrides, models=models)
+    pipeline.parts = attrs.evolve(pipeline.parts, **parts)
+    return pipeline
+
+
+@pytest.mark.parametrize(
+    ("draft_probs", "rule"),
+    [
+        (None, r"draft_probs \[E, vocab_size\]"),
+        (np.full((2, V + 1), 1 / (V + 1)), r"draft_probs \[E, vocab_size\]"),
+        (np.full((1, V), 1 / V), r"draft_probs \[E, vocab_size\]"),
+        (np.zeros((2, V)), "drawn tokens have mass"),
+        (np.full((2, V), 0.9), "draft distributions are >= 0 and sum to one"),
+        (np.full((2, V), np.nan), "drawn tokens have mass"),
+    ],
+)
+def test_what_was_not_drawn_as_it_says_leaves_its_source_out(draft_probs, rule):
+    """Each would bias the text if it were verified."""
+    with pytest.warns(treegraft.DrafterWarning, match=f"D12 sampled: {rule}"):
+        result = generated(drawing(lambda drawn: attrs.evolve(drawn, draft_probs=draft_probs)))
+    assert len(result.token_ids) == 12 and result.faults[0]["source"] == "dflash"
+
+
+def test_distributions_beside_chosen_tokens_and_draws_of_a_drafter_that_chooses_are_refused():
+    class Choosing(Drafter):
+        def draft(self, request):
+            return Expansion([0], [1], [-1.0], np.full((1, V), 1 / V))
+
+    class Asking(Drafter):
+        def draft(self, request):
+            return request.sample(torch.zeros(1, V))
+
+    for drafter, message in ((Choosing(), "of sampled proposals only"), (Asking(), 'Declare proposals = "sampled"')):
+        with pytest.warns(treegraft.DrafterWarning, match=message):
+            assert generated(loaded(drafter)).token_ids == PLAIN
+
+
+def test_nothing_that_was_drawn_is_left_out():
+    """A drafter gets no more room than is verified, and a budget that allows less after all ends the request."""
+    sizes = [
+        len(record.pruned) - 1
+        for most in (0, 1, 2, 5)
+        for record in drawing(lambda drawn: drawn, f"budget={{use: fixed, verify_nodes: {most}}}")
+        .generate(PROMPT, 12, temperature=1.0, seed=1, keep_rounds=True)
+        .rounds[:1]
+    ]
+    assert sizes == [0, 1, 2, 2]
+    with pytest.raises(InvariantError, match=r"Allowing: a budget for fewer nodes than were drawn\n.*B3"):
+        generated(drawing(budget=Allowing(after=1)))
+
+
+def test_what_was_drawn_is_neither_grafted_onto_nor_drawn_twice():
+    """However often the schedule calls it, and whatever its selector offers."""
+    pipeline = drawing(lambda drawn: drawn, "scheduler={use: fixed, pattern: [dflash, dflash, dflash]}")
+    result = pipeline.generate(PROMPT, 12, temperature=1.0, seed=1, keep_rounds=True)
+    assert not result.faults and {len(record.state.steps) for record in result.rounds} <= {0, 1}

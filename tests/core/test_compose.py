@@ -344,6 +344,32 @@ def test_what_does_not_suit_each_other_is_refused(compose):
         compose("two", "sources.small.draft={use: toy_sampler}")
 
 
+DRAWN = """
+drawn:
+  extends: one
+  sources: {small: {draft: {use: toy_sampler}}}
+  verifier: {use: toy_block_verifier}
+  budget: {use: toy_whole}
+"""
+
+
+def test_sampled_proposals_ask_for_a_verifier_a_budget_and_to_be_alone(compose):
+    """Each by name and with its reason; what suits them is accepted."""
+    assert compose("drawn", own=DRAWN).lossless and not compose("drawn", own=DRAWN).repeats_plain
+    other = "sources.other={draft: {use: toy_sampler}, select: {use: toy}, graft: {use: toy}}"
+    for override, message in {
+        "verifier={use: toy_match}": r"drawn\.sources\.small\.draft: 'toy_sampler' makes sampled.*'toy_match' would not",
+        "sources.small.draft={use: toy_lookup}": r"'toy_lookup' makes deterministic.*'toy_block_verifier' would not",
+        "budget={use: toy}": r"drawn\.budget: 'toy' leaves out nodes by their scores.*would bias.*Take budget=\{use: fixed",
+        other: r"drawn\.sources: 2 of them, and 'toy_sampler'.*without bias",
+    }.items():
+        with pytest.raises(ComposeError, match=f"(?s){message}"):
+            compose("drawn", override, own=DRAWN)
+    for part in ("verifier={use: toy_match}", "budget={use: toy}"):  # both are said at once
+        with pytest.raises(ComposeError, match=r"[23] faults"):
+            compose("drawn", part, other, own=DRAWN)
+
+
 def test_what_does_suit_is_accepted(compose):
     resolved = compose("two", "sources.small={draft: {use: toy_block}, edges: {use: toy}}")
     assert resolved.parts["sources.small.edges"].cls is toy_plugin.ToyEdges

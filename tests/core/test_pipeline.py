@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from exactness.toy_block import TableBlockDrafter
+from exactness.toy_block import DrawnTableBlockDrafter, TableBlockDrafter
 from hf.named_pipelines import for_any_models
 
 import treegraft
@@ -38,10 +38,11 @@ HARMLESS = ("empty", "siblings")
 FAULTS = ("raises", "none", "nan", "positive", "vocabulary", "negative", "anchor", "loop", "deep", "crowded", "writes")
 
 
-def others() -> dict[str, Drafter]:
-    """What pipelines draft with beside the middle, by the name of the model."""
+def others(name: str) -> dict[str, Drafter]:
+    """What the pipeline `name` drafts with beside the middle, by the name of the model."""
     table = counting_table()
-    return {"small": TableDrafter(table), "dflash": TableBlockDrafter(table), "heads": TableBlockDrafter(table)}
+    block = DrawnTableBlockDrafter(table, num_places=2) if name == "dflash_sampled" else TableBlockDrafter(table)
+    return {"small": TableDrafter(table), "dflash": block, "heads": TableBlockDrafter(table)}
 
 
 def loaded(drafter: Drafter, *overrides: str, name: str = "all_middle", **options: object) -> treegraft.Pipeline:
@@ -105,7 +106,7 @@ def test_without_eos_a_request_runs_to_its_length():
 @pytest.mark.parametrize("prompt", [[2], PROMPT])
 def test_every_pipeline_emits_as_many_tokens_as_asked_for(name, max_new_tokens, prompt):
     models = {"target": MarkovTarget(counting_table()), "middle": TableDrafter(counting_table())}
-    pipeline = treegraft.load(name, *FIXED, models=models | others())
+    pipeline = treegraft.load(name, *FIXED, models=models | others(name))
     generation = pipeline.generate(prompt, max_new_tokens=max_new_tokens)
     assert generation.token_ids == counting(max_new_tokens) and generation.finish_reason == "length"
     assert generation.target_calls == generation.num_rounds <= max_new_tokens
@@ -360,7 +361,7 @@ def test_options_that_cannot_be_honoured_are_refused(name, value):
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_are_consistent(name):
     models = {"target": MarkovTarget(counting_table()), "middle": TableDrafter(counting_table())}
-    pipeline = treegraft.load(name, *FIXED, models=models | others())
+    pipeline = treegraft.load(name, *FIXED, models=models | others(name))
     generation = pipeline.generate(PROMPT, max_new_tokens=25, temperature=1.0, seed=3, keep_rounds=True)
     rounds = generation.rounds
     assert generation.num_rounds == generation.target_calls == len(rounds) > 0

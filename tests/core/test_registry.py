@@ -10,7 +10,8 @@ from treegraft.registry import Registry, packaged_registry
 
 PIPELINES = (
     "plain", "all_small", "all_suffix", "all_middle", "opt_tree", "csd", "treegraft", "treegraft_fixed", "middle_first",
-    "treegraft_opt_tree", "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain", "ddtree",
+    "treegraft_opt_tree", "overwrite", "newest_only", "neural_small", "suffix_small", "dflash_chain",
+    "dflash_sampled", "ddtree",
     "ddtree_tdes", "ddtree_saba", "graft", "medusa_heads", "treegraft_dflash", "treegraft_graft", "treegraft_saba",
 )  # fmt: skip
 GRAFTS = {

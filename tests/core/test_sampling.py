@@ -14,10 +14,12 @@ from treegraft import sampling
 from treegraft.errors import RequestError
 from treegraft.sampling import (
     Draws,
+    ProposalSampler,
     SamplingOptions,
     SamplingRules,
     Scores,
     SeededDraws,
+    Stream,
     TokenSampler,
     top_tokens,
 )
@@ -270,6 +272,10 @@ class Recorded(Draws):
 
         return Rows()
 
+    def draw(self, probs, key):
+        self.read.append(key)
+        return int(np.flatnonzero(probs)[-1])
+
 
 def one_hot(*tokens: int, vocab_size: int = 4) -> Scores:
     """Row i leaves all mass on `tokens[i]`."""
@@ -318,7 +324,7 @@ def test_tokens_in_order_at_consecutive_positions(place):
 def test_a_round_read_at_once_gives_what_rows_read_one_by_one_give(greedy, seed):
     logits = torch.from_numpy(np.random.default_rng(seed).integers(-2, 3, (4, 5)).astype(np.float64))
     doubled = lambda ids, scores: scores * 2.0  # noqa: E731
-    rules = SamplingRules(greedy=greedy, processors=(doubled,), stateless=True)
+    rules = SamplingRules(greedy=greedy, processors=(doubled,), warpers=(doubled,))
     lazy, batched = begun(rules, Scores(logits)), begun(rules, on_accelerator(Scores(logits)))
     assert [lazy.next(row) for row in range(4)] == [batched.next(row) for row in range(4)]
 
@@ -341,7 +347,7 @@ def test_processors_see_the_true_prefix_once_a_token():
         return scores
 
     scores = Scores(torch.zeros(4, 4))
-    sampler = begun(SamplingRules(processors=(ban_what_was_seen,), stateless=False), scores)
+    sampler = begun(SamplingRules(processors=(ban_what_was_seen,)), scores)
     assert [sampler.next(0), sampler.next(1)] == [1, 3]
     assert seen == [[2, 0], [2, 0, 1]]
     assert not scores.tensor.any(), "the forward's rows are not the processor's to change"
@@ -437,3 +443,109 @@ def test_probabilities_that_carry_gradients_are_drawn_from_like_others():
     plain, own = (SeededDraws(5).choose(each, positions) for each in (probs, tracked))
     assert [plain[row] for row in range(3)] == [own[row] for row in range(3)]
     assert SeededDraws(5).gap(tracked[0], 0, own[0]) == 0.0
+
+
+# -- draws of others --------------------------------------------------------------------------------------------------
+
+KEYS = st.tuples(st.integers(0, 2**40), st.integers(0, 2**20), st.integers(0, 9))
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(KEYS, min_size=1, max_size=6))
+def test_a_keyed_draw_is_a_function_of_seed_and_key(seed, keys):
+    probs = np.full(100_000, 1e-5)
+    expected = [SeededDraws(seed).draw(probs, key) for key in keys]
+    again = SeededDraws((seed, 0))
+    assert [again.draw(probs, key) for key in reversed(keys)] == expected[::-1]
+
+
+def test_keyed_draws_keep_their_meaning():
+    """Pinned, as those by position are."""
+    probs = np.full(1000, 1e-3)
+    assert [SeededDraws(7).draw(probs, key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]] == [832, 950, 600, 210]
+    assert SeededDraws((7, 1)).draw(probs, (0, 0, 0)) != 832
+
+
+def test_no_key_has_the_noise_of_another_or_of_a_position():
+    """Neighbours in each of the three parts of a key, and the words that positions read."""
+    probs = np.full(2**20, 2.0**-20)
+    keys = list(product((0, 1, 2, 700), (0, 1, 2), (0, 1, 2)))
+    drawn = [SeededDraws(3).draw(probs, key) for key in keys]
+    assert len(set(drawn)) == len(keys)
+    words = {tuple(SeededDraws(3)._words([0, position, 0, 0], 4)) for position in (0, 1, 2, 700)}
+    own = {tuple(SeededDraws(3)._words([0, round, ordinal, 1 + stream], 4)) for round, ordinal, stream in keys}
+    assert len(own) == len(keys) and not words & own
+
+
+@pytest.mark.parametrize("vary", range(3))
+def test_keyed_draws_follow_the_probabilities(vary):
+    """Along each part of the key, of any sum; what has no mass is not drawn."""
+    probs = np.array([0.0, 0.8, 0.0, 0.6, 0.4, 0.2, 0.0])
+    keys = [tuple(i if part == vary else 5 for part in range(3)) for i in range(4000)]
+    tokens = np.array([SeededDraws(2).draw(probs, key) for key in keys])
+    counts, mass = np.bincount(tokens, minlength=7), probs > 0
+    assert counts[~mass].sum() == 0
+    assert chi_square(counts[mass], 2000 * probs[mass]) < 16.3  # 3 degrees of freedom, 1 in 1000
+    pairs, both = np.bincount(tokens[:-1] * 7 + tokens[1:], minlength=49), np.outer(probs, probs).ravel() / 4
+    assert chi_square(pairs[both > 0], 3999 * both[both > 0]) < 37.7  # 15 degrees of freedom, 1 in 1000
+
+
+@given(WEIGHTS, st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1))
+def test_a_keyed_draw_never_takes_what_has_no_mass(weights, word):
+    draws = SeededDraws(0)
+    draws._words = lambda counter, size: np.array([word], np.uint64)
+    assert weights[draws.draw(np.array(weights), (0, 0, 0))] > 0
+
+
+def test_a_stream_reads_each_key_once_and_knows_its_round():
+    read = Recorded()
+    sampler = TokenSampler([2, 0], SamplingRules(greedy=False), read, 10, num_unseen=5)
+    assert sampler.proposals(2).stream.draw(np.ones(3)) == 2
+    sampler.begin(CHAIN, one_hot(1, 2, 3))
+    assert sampler.stream.happens(0.5) and sampler.stream.happens(1.0) and not sampler.stream.happens(0.0)
+    sampler.emit(0, 1)
+    sampler.stream.draw(np.ones(3))  # still the same round
+    assert read.read == [(7, 0, 3), (7, 0, 0), (7, 1, 0), (7, 2, 0), (7, 3, 0)]
+    sampler.begin(CHAIN, one_hot(1, 2, 3))
+    sampler.stream.draw(np.ones(3))
+    assert read.read[-1] == (8, 0, 0)
+
+
+def test_proposals_are_drawn_as_the_target_draws():
+    """Under the request's warpers alone: what reads the text is not asked about text that may never be."""
+
+    def never(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("asked")
+
+    halved = lambda ids, scores: scores / 2.0  # noqa: E731
+    logits = torch.tensor([[0.0, 2.0, 4.0], [8.0, 0.0, 0.0]], dtype=torch.bfloat16)
+    for rules in (
+        SamplingRules(greedy=False, processors=(halved,), warpers=(halved,)),
+        SamplingRules(greedy=False, processors=(never, halved), warpers=(halved,)),
+    ):
+        stream = Stream(SeededDraws(0), 0, 1)
+        tokens, probs = ProposalSampler(rules, stream).draw(logits)
+        assert probs == pytest.approx((logits.double() / 2).softmax(-1).numpy(), abs=1e-7)
+        again = Stream(SeededDraws(0), 0, 1)
+        assert tokens.dtype == np.int64 and tokens.tolist() == [again.draw(row) for row in probs]
+    tokens, probs = ProposalSampler(SamplingRules(), Stream(SeededDraws(0), 0, 1)).draw(logits)
+    assert tokens.tolist() == [2, 0] and probs.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert logits[0].tolist() == [0.0, 2.0, 4.0], "they are the drafter's"
+
+
+@pytest.mark.parametrize("place", [lambda scores: scores, on_accelerator])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_probs_are_what_next_draws_from_and_emit_takes_what_was_chosen(greedy, place):
+    logits = torch.tensor([[0.0, 2.0, 4.0], [8.0, 0.0, 0.0]])
+    doubled = lambda ids, scores: scores * 2.0  # noqa: E731
+    rules = SamplingRules(greedy=greedy, processors=(doubled,), warpers=(doubled,), keep_scores=True, keep_logits=True)
+    sampler = begun(rules, place(Scores(logits)), max_tokens=2)
+    expected = (logits * 2).double().softmax(-1) if not greedy else torch.eye(3, dtype=torch.float64)[[2, 0]]
+    assert [sampler.probs(row).tolist() for row in (1, 0)] == expected[[1, 0]].tolist()
+    sampler.emit(0, 1)
+    sampler.emit(1, 2)
+    assert sampler.emitted == [1, 2] and sampler.stop_reason == "length"
+    assert [row.tolist() for row in sampler.logits] == logits[:, None].tolist()
+    assert [row.tolist() for row in sampler.scores] == (2 * logits)[:, None].tolist()
+    for asked in (lambda: sampler.emit(1, 0), lambda: sampler.probs(1)):
+        with pytest.raises(RuntimeError, match="after the end"):
+            asked()

@@ -1,19 +1,22 @@
-"""MatchVerifier: rules V1-V4 over drawn trees and targets, and stopping inside a path."""
+"""The verifiers' rules V1-V4 over drawn trees, chains and targets, and stopping inside a path."""
 
+import itertools
 from collections import defaultdict
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treegraft.errors import InvariantError
 from treegraft.interfaces import Verdict, Wants
 from treegraft.sampling import Draws, SamplingRules, Scores, SeededDraws, TokenSampler
 from treegraft.testing import MarkovTarget, outcomes
 from treegraft.testing.strategies import draft_trees, markov_tables
 from treegraft.tree import DraftTree, Expansion
-from treegraft.verify import MatchVerifier
+from treegraft.verify import BlockVerifier, MatchVerifier
 
 SAMPLED = SamplingRules(greedy=False)
 
@@ -108,4 +111,142 @@ def test_eos_ends_the_path_where_it_stands(stop_at):
 
 
 def test_what_it_declares():
-    assert MatchVerifier.lossless and MatchVerifier.accepts == {"deterministic"}
+    assert MatchVerifier.lossless and MatchVerifier.accepts == {"deterministic"} and MatchVerifier.repeats_plain
+    assert BlockVerifier.lossless and BlockVerifier.accepts == {"sampled"} and not BlockVerifier.repeats_plain
+
+
+# -- drawn chains -----------------------------------------------------------------------------------------------------
+
+
+def the_same(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
+AS_A_BLOCK = SAMPLED
+TOKEN_BY_TOKEN = SamplingRules(greedy=False, processors=(the_same,))  # it might read the text
+WEIGHTS = st.lists(st.sampled_from([0.0, 1.0, 2.0]) | st.floats(0.1, 5.0), min_size=3, max_size=3).filter(any)
+DRAFTS = st.lists(WEIGHTS, max_size=3).map(lambda rows: [np.array(row) / sum(row) for row in rows])
+
+
+def chain(tokens: list[int], draft_probs: list[np.ndarray], root: int = 0) -> DraftTree:
+    log_prob = [float(np.log(probs[token])) for token, probs in zip(tokens, draft_probs, strict=True)]
+    expansion = Expansion(-np.arange(len(tokens)), tokens, log_prob, np.array(draft_probs).reshape(-1, 3))
+    return DraftTree.rooted(root).append(expansion, 0, [True])
+
+
+def judged(
+    target: MarkovTarget, draft_probs: list[np.ndarray], rules: SamplingRules, draws: Draws, max_tokens: int = 9
+) -> tuple[Verdict, TokenSampler, DraftTree]:
+    """A chain drawn below the prompt [1, 0], and its verification."""
+    sampler = TokenSampler([1, 0], rules, draws, max_tokens)
+    stream = sampler.proposals(0).stream
+    tree = chain([stream.draw(probs) for probs in draft_probs], draft_probs)
+    target.prefill([np.array([1, 0])], Wants())
+    (scores,) = target.score([tree])
+    sampler.begin(tree, scores)
+    return BlockVerifier().verify(tree, scores, sampler), sampler, tree
+
+
+@pytest.mark.parametrize("rules", [AS_A_BLOCK, TOKEN_BY_TOKEN], ids=["block", "tokens"])
+@given(DRAFTS, markov_tables())
+def test_v1_a_drawn_chain_goes_on_as_the_target_would(rules, draft_probs, table):
+    """Whatever the drafter drew from: what is emitted, and then as many of the target's own tokens as are missing."""
+    target, length = MarkovTarget(table), len(draft_probs) + 1
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for weight, (_, sampler, _) in outcomes(lambda draws: judged(target, draft_probs, rules, draws)):
+        for text in itertools.product(range(3), repeat=length):
+            emitted = tuple(sampler.emitted)
+            if text[: len(emitted)] == emitted:
+                rest = probability(target, [1, 0, *text]) / (probability(target, [1, 0, *emitted]) or 1.0)
+                found[text] += weight * rest
+    for text, weight in found.items():
+        assert weight == pytest.approx(probability(target, [1, 0, *text]), abs=1e-9)
+
+
+@pytest.mark.parametrize("rules", [AS_A_BLOCK, TOKEN_BY_TOKEN], ids=["block", "tokens"])
+@given(DRAFTS, markov_tables(), st.integers(0, 99), st.sets(st.integers(0, 2)), st.integers(1, 4))
+def test_v2_v3_of_a_drawn_chain_a_root_path_and_at_least_one_token(rules, drafts, table, seed, eos_ids, max_tokens):
+    rules = attrs.evolve(rules, eos_ids=frozenset(eos_ids))
+    verdict, sampler, tree = judged(MarkovTarget(table), drafts, rules, SeededDraws(seed), max_tokens)
+    assert verdict.path.tolist() == list(range(1, len(verdict.path) + 1))
+    bonus = [] if verdict.bonus_token is None else [verdict.bonus_token]
+    assert sampler.emitted == [*tree.token[verdict.path].tolist(), *bonus] and 0 < len(sampler.emitted) <= max_tokens
+    assert verdict.stop_reason == sampler.stop_reason and (bonus or verdict.stop_reason)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5))
+def test_v4_a_certain_target_accepts_what_it_would_have_said(greedy, tokens, continuation):
+    logits = torch.full((len(tokens) + 1, 3), -torch.inf)
+    logits[torch.arange(len(logits)), torch.tensor(continuation[: len(logits)])] = 0.0
+    tree = chain(tokens, [np.array([0.2, 0.3, 0.5])] * len(tokens))
+    sampler = TokenSampler([0], SamplingRules(greedy=greedy), SeededDraws(0), 99)
+    sampler.begin(tree, Scores(logits))
+    verdict = BlockVerifier().verify(tree, Scores(logits), sampler)
+    shared = next((i for i, token in enumerate(tokens) if token != continuation[i]), len(tokens))
+    assert verdict.path.tolist() == list(range(1, shared + 1)) and verdict.bonus_token == continuation[shared]
+
+
+def expected_accepted(target: MarkovTarget, drafts: list[np.ndarray], rules: SamplingRules) -> float:
+    return sum(w * len(verdict.path) for w, (verdict, _, _) in outcomes(lambda d: judged(target, drafts, rules, d)))
+
+
+@given(DRAFTS, markov_tables())
+def test_a_block_accepts_no_less_than_its_tokens_one_by_one(drafts, table):
+    target = MarkovTarget(table)
+    whole, single = (expected_accepted(target, drafts, rules) for rules in (AS_A_BLOCK, TOKEN_BY_TOKEN))
+    assert whole >= single - 1e-9
+
+
+def test_what_is_accepted_by_hand():
+    """Target (1/3, 2/3) at both places, drafter (2/3, 1/3): the example of the paper's introduction."""
+    target = MarkovTarget(np.log(np.array([[1 / 3, 2 / 3, 1e-300]] * 3)))
+    drafts = [np.array([2 / 3, 1 / 3, 0.0])] * 2
+    assert expected_accepted(target, drafts, AS_A_BLOCK) == pytest.approx(11 / 9, abs=1e-6)
+    assert expected_accepted(target, drafts, TOKEN_BY_TOKEN) == pytest.approx(10 / 9, abs=1e-6)
+
+
+@pytest.mark.parametrize("rules", [AS_A_BLOCK, TOKEN_BY_TOKEN], ids=["block", "tokens"])
+def test_a_drafter_like_the_target_is_accepted_for_certain_and_one_apart_from_it_never(rules):
+    row, target = np.full(3, 1 / 3), MarkovTarget(np.zeros((3, 3)))
+    assert {len(v.path) for _, (v, _, _) in outcomes(lambda draws: judged(target, [row] * 3, rules, draws))} == {3}
+    apart = MarkovTarget(np.array([[-np.inf, 0.0, 0.0]] * 3))
+    drafts = [np.array([1.0, 0.0, 0.0])] * 2
+    assert {len(v.path) for _, (v, _, _) in outcomes(lambda draws: judged(apart, drafts, rules, draws))} == {0}
+
+
+def test_processors_that_read_the_text_see_the_true_prefix_once_a_token():
+    seen: list[list[int]] = []
+
+    def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(ids[0].tolist())
+        return scores
+
+    rules = SamplingRules(greedy=False, processors=(watch,), keep_scores=True, keep_logits=True)
+    for seed in range(20):
+        seen.clear()
+        drafts = [np.array([0.6, 0.3, 0.1])] * 3
+        _, sampler, _ = judged(MarkovTarget(np.zeros((3, 3))), drafts, rules, SeededDraws(seed))
+        assert seen == [[1, 0, *sampler.emitted[:i]] for i in range(len(sampler.emitted))]
+        assert len(sampler.scores) == len(sampler.logits) == len(sampler.emitted)
+
+
+def test_kept_scores_are_those_of_the_emitted_tokens():
+    rules = SamplingRules(greedy=False, keep_scores=True)
+    target = MarkovTarget(np.arange(27.0).reshape(3, 3, 3) % 5)
+    for seed in range(20):
+        _, sampler, _ = judged(target, [np.array([0.6, 0.3, 0.1])] * 2, rules, SeededDraws(seed))
+        text = [1, 0, *sampler.emitted]
+        rows = [target.table[text[i], text[i + 1]].tolist() for i in range(len(sampler.emitted))]
+        assert [row[0].tolist() for row in sampler.scores] == rows
+
+
+def test_what_is_no_drawn_chain_is_refused():
+    siblings = Expansion([0, 0], [1, 2], [-1.0, -1.0], np.full((2, 3), 1 / 3))
+    for expansion in (siblings, Expansion([0, -1], [1, 2], [-1.0, -1.0])):
+        tree = DraftTree.rooted(0).append(expansion, 0, [True])
+        sampler = TokenSampler([0], SAMPLED, SeededDraws(0), 9)
+        scores = Scores(torch.zeros(3, 3))
+        sampler.begin(tree, scores)
+        with pytest.raises(InvariantError, match=r"(?s)not a chain of drawn tokens.*verifier match"):
+            BlockVerifier().verify(tree, scores, sampler)

@@ -162,7 +162,8 @@ class ToyVerifier(treegraft.Verifier):
 
 @treegraft.hookimpl
 def treegraft_register(register):
-    from treegraft.verify import MatchVerifier
+    from treegraft.verify import BlockVerifier, MatchVerifier
+    from treegraft_plugins.budgets import FixedBudget
 
     register("toy_target", ToyTarget)
     register("toy_model", ToyDrafter)
@@ -178,3 +179,5 @@ def treegraft_register(register):
     register("toy", ToyCosts)
     register("toy", ToyVerifier)
     register("toy_match", MatchVerifier)
+    register("toy_block_verifier", BlockVerifier)
+    register("toy_whole", FixedBudget)

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from exactness.toy_block import TableBlockDrafter
+from exactness.toy_block import DrawnTableBlockDrafter, TableBlockDrafter
 from hf.named_pipelines import for_any_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +30,7 @@ from treegraft.testing.strategies import markov_tables, pipelines
 NUM_TOKENS = 3
 PROMPT = [0, 1, 2, 0, 1]
 NAMES = for_any_models()
+DRAWN = "dflash_sampled"
 FIXED = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
 # 1 lets most of the target's tokens miss the tree, 10 is the registry's own.
 SIZES = st.sampled_from([1, 2, 10])
@@ -44,12 +45,13 @@ OPTIONS = st.sampled_from(
 )
 
 
-def toys(target: MarkovTarget, *tables: np.ndarray) -> dict[str, object]:
+def toys(name: str, target: MarkovTarget, *tables: np.ndarray) -> dict[str, object]:
+    block = DrawnTableBlockDrafter if name == DRAWN else TableBlockDrafter
     return {
         "target": target,
         "middle": TableDrafter(tables[0]),
         "small": TableDrafter(tables[-1]),
-        "dflash": TableBlockDrafter(tables[0]),
+        "dflash": block(tables[0]),
         "heads": TableBlockDrafter(tables[0]),
     }
 
@@ -81,12 +83,12 @@ def test_every_pipeline_of_the_registry(name):
         target = MarkovTarget(data.draw(markov_tables()))
         table = data.draw(st.just(target.table) | markov_tables())
         sizes = [f"sources.{s}.{size}={data.draw(SIZES)}" for s in sources for size in ("width", "branching")]
-        pipeline = treegraft.load(name, *FIXED, *sizes, models=toys(target, table))
+        pipeline = treegraft.load(name, *FIXED, *sizes, models=toys(name, target, table))
         options = data.draw(OPTIONS)
         prompt = data.draw(st.sampled_from([PROMPT, [2]]))
         total += accepted_by_exact(pipeline, options, prompt)
 
-    plain = treegraft.load(name, *FIXED, models=toys(MarkovTarget(np.zeros((3, 3))), np.zeros((3, 3))))
+    plain = treegraft.load(name, *FIXED, models=toys(name, MarkovTarget(np.zeros((3, 3))), np.zeros((3, 3))))
     sources = [source.name for source in plain.sources]
     check()
     assert total > 0 or name == "plain", "nothing was ever accepted: the test is empty"
@@ -96,7 +98,7 @@ def test_every_pipeline_of_the_registry(name):
 def test_pipelines_as_the_registry_writes_them(name):
     """With the registry's own budget and sizes; fixed costs make verification free, so it is not declined."""
     table = markov_table(3, 2, seed=3)
-    pipeline = treegraft.load(name, "costs={use: fixed}", models=toys(MarkovTarget(table), table))
+    pipeline = treegraft.load(name, "costs={use: fixed}", models=toys(name, MarkovTarget(table), table))
     assert accepted_by_exact(pipeline) > 0
 
 
@@ -137,7 +139,7 @@ class HistoryTarget(MarkovTarget):
 
         rules = super().sampling_rules(prompt, options, max_new_tokens)
         processors = (RepetitionPenaltyLogitsProcessor(1.8), NoRepeatNGramLogitsProcessor(2), *rules.processors)
-        return attrs.evolve(rules, processors=processors, stateless=False, criteria=(twice,))
+        return attrs.evolve(rules, processors=processors, criteria=(twice,))
 
 
 @settings(max_examples=20)
@@ -146,6 +148,18 @@ def test_with_processors_that_read_the_history(data):
     """They see the true prefix of every token, inside a block and across blocks."""
     target = HistoryTarget(data.draw(markov_tables()).clip(-9.0))
     accepted_by_exact(data.draw(pipelines(target=target)), data.draw(OPTIONS), [0, 1])
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_drawn_chains(data):
+    """Any length, block by block and, where processors read the history, token by token; with and without EOS."""
+    kind = data.draw(st.sampled_from([MarkovTarget, HistoryTarget]))
+    target = kind(data.draw(markov_tables()).clip(-9.0), eos_ids=data.draw(st.sets(st.integers(0, 2), max_size=1)))
+    drafter = DrawnTableBlockDrafter(data.draw(st.just(target.table) | markov_tables()), data.draw(st.integers(1, 3)))
+    budget = f"budget={{use: fixed, verify_nodes: {data.draw(st.integers(1, 3))}}}"
+    pipeline = treegraft.load(DRAWN, "costs={use: fixed}", budget, models={"target": target, "dflash": drafter})
+    accepted_by_exact(pipeline, data.draw(OPTIONS), [0, 1])
 
 
 @settings(max_examples=25)

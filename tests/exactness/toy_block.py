@@ -1,15 +1,16 @@
-"""A toy one-pass drafter: the marginals of a table's next places, without a network."""
+"""Toy one-pass drafters: the marginals of a table's next places, without a network; read off, and drawn from."""
 
 import itertools
 from typing import ClassVar
 
 import attrs
 import numpy as np
+import torch
 
 from treegraft.interfaces import Drafter
 from treegraft.testing.models import table_row
 from treegraft.tree import Expansion
-from treegraft_plugins.blocktree import asks_for_root, drafted
+from treegraft_plugins.blocktree import asks_for_root, drafted, drawn_chain
 
 
 @attrs.define(eq=False)
@@ -52,3 +53,19 @@ class TableBlockDrafter(Drafter):
                 prob *= weights[token] / weights.sum()
             found[range(self.num_places), path] += prob
         return found
+
+
+@attrs.define(eq=False)
+class DrawnTableBlockDrafter(TableBlockDrafter):
+    """A chain drawn from those marginals."""
+
+    proposals: ClassVar[str] = "sampled"
+    takes_edge_scorer: ClassVar[bool] = False
+
+    def draft(self, request):
+        self.num_rows = 0
+        if not asks_for_root(request):
+            return Expansion.empty()
+        self.num_rows = self.num_places + 1
+        logits = torch.from_numpy(self.marginals(request.committed.tolist())).log()
+        return drawn_chain(request, logits, signals={})

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from hf.families import FAMILIES, VOCAB_SIZE, WINDOW, dflash_of, heads_of, middle_of
-from hf.named_pipelines import for_any_models
+from hf.named_pipelines import for_any_models, repeating_plain
 from hf.reference import generated
 
 import treegraft
@@ -81,14 +81,14 @@ def test_greedy_output_equals_generate(pair, name):
     accepted = Counter(
         record.pruned.source[row] for result in results for record in result.rounds for row in record.verdict.path
     )
-    if name != "dflash_chain":  # random: a single chain of it is wrong from its first token on
+    if name not in ("dflash_chain", "dflash_sampled"):  # random: a single chain of it is wrong from its first token on
         assert bool(accepted) == bool(pipeline.sources)
     assert max(len(record.pruned) for result in results for record in result.rounds) > WINDOW * bool(pipeline.sources)
     if name == "treegraft_fixed":  # both grow the tree: tokens are accepted that either of them alone found first
         assert len(accepted) == len(pipeline.sources) == 2
 
 
-@pytest.mark.parametrize("name", [name for name in PIPELINES if name != "plain"])
+@pytest.mark.parametrize("name", [name for name in repeating_plain() if name != "plain"])
 def test_sampled_output_equals_plain_with_that_seed(pair, name):
     assert pair.load(name).generate(SAMPLED_PROMPT, MAX_NEW_TOKENS, **SAMPLING).token_ids == pair.sampled
 

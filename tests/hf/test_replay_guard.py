@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from named_pipelines import for_any_models
+from named_pipelines import repeating_plain
 
 import treegraft
 from treegraft.registry import packaged_registry
@@ -31,7 +31,7 @@ TEXTS = [(0, 0.0), (21, 0.0), (30, 0.8)]  # prompt and temperature
 NUM_TOKENS = 48
 COSTS = f"costs={{use: file, path: {json.dumps(str(ROOT / 'benchmarks/data/demo_costs.json'))}}}"
 REFRESH = "python tests/hf/test_replay_guard.py"
-NAMES = [name for name in for_any_models() if name != "plain"]
+NAMES = [name for name in repeating_plain() if name != "plain"]
 
 
 @cache

@@ -77,13 +77,15 @@ class Arm(ABC):
 
     Attributes:
         name: of the arm.
-        is_ours: whether it samples with our draws: then all such arms must emit the same ids at any temperature, and
-            the others only at temperature 0.
+        is_ours: whether it is a pipeline: D, B, W, m and a seed of its own are read back from it.
+        repeats_plain: whether its sampled text is plain decoding's with the same seed: then all such arms must emit the
+            same ids at any temperature, and the others only at temperature 0.
         drafts: whether it means to draft; plain decoding does not.
     """
 
     name: str
     is_ours: bool = False
+    repeats_plain: bool = False
     drafts: bool = True
 
     @abstractmethod
@@ -144,6 +146,7 @@ class PipelineArm(Arm):
             resolved = attrs.evolve(resolved, parts=resolved.parts | {"target": shared})
         self._resolved = resolved
         self.pipeline = build(resolved)
+        self.repeats_plain = self.pipeline.repeats_plain
 
     def run(self, prompt: Sequence[int], request: Request) -> Answer:
         pipeline = self.pipeline

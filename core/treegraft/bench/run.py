@@ -360,7 +360,7 @@ def _whole_lines(folder: Path) -> list[Record]:
 def finish(bench: Bench, folder: Path, manifest: dict[str, Any]) -> None:
     """Compare the texts, and turn the lines into the table."""
     prompts = {(task.prompt.file, task.prompt.id): task.ids for task in bench.tasks}
-    arms = {arm.name: arm.is_ours for arm in bench.arms}
+    arms = {arm.name: arm.repeats_plain for arm in bench.arms}
     records, divergences = compared(read_records(folder), arms, bench.target, prompts)
     lines = "".join(json.dumps(each) + "\n" for each in divergences)
     (folder / DIVERGENCES).write_text(lines, encoding="utf-8")

@@ -18,8 +18,8 @@ Key = tuple[str, str]
 
 
 def reference_arm(arms: Mapping[str, bool]) -> str:
-    """The arm whose ids are expected of the others; `arms` says of each whether it samples with our draws."""
-    own = [name for name, is_ours in arms.items() if is_ours]
+    """The arm whose ids are expected of the others; `arms` says whose sampled text is plain decoding's."""
+    own = [name for name, repeats_plain in arms.items() if repeats_plain]
     return "plain" if "plain" in own else next(iter(own or arms))
 
 
@@ -28,12 +28,12 @@ def compared(
 ) -> tuple[list[Record], list[dict[str, Any]]]:
     """The records with `text_ok`, and a divergence for each that is not.
 
-    Arms that sample with our draws must emit the reference's ids at any temperature, the others at temperature 0; there
-    its first repeat is the reference for all.
+    Arms whose sampled text is plain decoding's must emit the reference's ids at any temperature, the others at
+    temperature 0; there its first repeat is the reference for all.
 
     Args:
         records: of a run.
-        arms: by name, whether they sample with our draws.
+        arms: by name, whether their sampled text is plain decoding's with the same seed.
         target: what the texts are gone over with once more.
         prompts: token ids.
     """

@@ -116,6 +116,7 @@ def audit(
     with quiet():
         resolved = with_defaults(resolve_options(pipeline, overrides, registry, modules), dtype, device)
         spare_threads(resolved.models)
+        check_auditable(resolved, sampling["temperature"])
         if output is None:
             target, output = generated(build(resolved), token_ids, sampling)
         else:
@@ -126,6 +127,20 @@ def audit(
         report = compare(target, token_ids(target.tokenizer), output, sampling, tolerance)
     click.echo(report.as_json() if json_wanted else report.as_text())
     ctx.exit(0 if report.passed else 1)
+
+
+def check_auditable(resolved: ResolvedPipeline, temperature: float) -> None:
+    """Refuse sampled text that its seed alone does not determine.
+
+    Raises:
+        RequestError: the pipeline's verifier draws for itself.
+    """
+    if temperature > 0 and not resolved.repeats_plain:
+        raise RequestError(
+            f"pipelines.{resolved.name}.verifier", f"{resolved.parts['verifier'].use}, which draws for itself",
+            "Sampled text is audited draw by draw, where it is plain decoding's with the same seed.",
+            "Audit this pipeline at temperature 0, or sample with one that verifies by match.",
+        )  # fmt: skip
 
 
 def read_output(file: str) -> Output:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from treegraft.errors import InvariantError
-from treegraft.sampling import Draws, Rows
+from treegraft.sampling import Draws, Key, Rows
 from treegraft.tree import Floats, Ints
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ class EnumeratedDraws(Draws):
     def __init__(self) -> None:
         self._branches: list[_Branch] = []
         self._num_read = 0
+        self._keys: set[Key] = set()  # read on the current path
 
     @property
     def weight(self) -> float:
@@ -53,6 +54,16 @@ class EnumeratedDraws(Draws):
 
     def choose(self, probs: torch.Tensor, positions: Ints) -> Rows:
         return _BranchingRows(self, probs)
+
+    def draw(self, probs: Floats, key: Key) -> int:
+        if key in self._keys:
+            raise InvariantError(
+                "Draws.draw", f"the key {key} a second time",
+                "Allowed: each key once: what is drawn by the same noise is not drawn independently.",
+                "Take sampler.stream in a verifier, request.sample in a drafter.",
+            )  # fmt: skip
+        self._keys.add(key)
+        return self.read(probs / probs.sum())
 
     def read(self, probs: Floats) -> int:
         """The current path's choice from `probs` [V]: a fresh variable."""
@@ -73,6 +84,7 @@ class EnumeratedDraws(Draws):
         if self._num_read != len(self._branches):
             raise _not_repeatable(f"{self._num_read} choices were read where {len(self._branches)} were due")
         self._num_read = 0
+        self._keys.clear()
         while self._branches and self._branches[-1].taken == len(self._branches[-1].options) - 1:
             self._branches.pop()
         if not self._branches:

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+import torch
+
 from treegraft.interfaces import DraftRequest
 from treegraft.tree import Expansion, Floats, Ints
 from treegraft_plugins.blocktree.best_first import best_first, scored_edges
@@ -43,3 +46,18 @@ def drafted(
     if request.edge_scorer is not None:
         edges = scored_edges(request.edge_scorer, int(request.tree.token[0]), tokens, log_prob)
     return best_first(log_prob, request.max_nodes, edges, branching).expansion(tokens, signals=signals)
+
+
+def drawn_chain(request: DraftRequest, logits: torch.Tensor, *, signals: Mapping[str, float]) -> Expansion:
+    """A chain drawn from the marginals of the next places, as long as the request allows.
+
+    Args:
+        request: it asks a drafter of sampled proposals for the root.
+        logits: [L, V], of the places that the drafter's pass covers.
+        signals: what the drafter says about itself.
+    """
+    length = min(len(logits), request.max_depth, request.max_nodes)
+    tokens, draft_probs = request.sample(logits[:length])
+    places = np.arange(length)
+    log_prob = np.log(np.minimum(draft_probs[places, tokens], 1.0))
+    return Expansion(-places, tokens, log_prob, draft_probs, signals)

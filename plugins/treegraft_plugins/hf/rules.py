@@ -54,7 +54,7 @@ def warpers(options: SamplingOptions, tokenizer: Any = None) -> SamplingRules:
     return SamplingRules(
         greedy=options.temperature == 0,
         processors=tuple(processors),
-        stateless=True,
+        warpers=tuple(processors),
         criteria=_stop_strings(options.stop, tokenizer),
     )
 
@@ -121,7 +121,7 @@ def split_rules(
     return SamplingRules(
         greedy=greedy,
         processors=tuple(processors),
-        stateless=all(type(processor) in _STATELESS for processor in processors),
+        warpers=tuple(processor for processor in processors if type(processor) in _STATELESS),
         criteria=tuple(criteria),
         eos_ids=eos_ids,
         keep_scores=keep_scores,

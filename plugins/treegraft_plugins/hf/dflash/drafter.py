@@ -1,6 +1,7 @@
 """A block-diffusion drafter: one pass over the target's hidden states fills the next places, and a tree is read off."""
 
-from typing import ClassVar
+from abc import abstractmethod
+from typing import ClassVar, Literal, Self
 
 import attrs
 import numpy as np
@@ -11,7 +12,7 @@ from treegraft.errors import ModelError
 from treegraft.interfaces import Drafter, DraftRequest, ModelSpec, Observation, TargetModel, Wants
 from treegraft.tree import Expansion
 from treegraft_plugins import options
-from treegraft_plugins.blocktree import SHAPES, asks_for_root, drafted
+from treegraft_plugins.blocktree import SHAPES, asks_for_root, drafted, drawn_chain
 from treegraft_plugins.hf.block import Marginals, check_target, hidden_of
 from treegraft_plugins.hf.cache import SlotCache
 from treegraft_plugins.hf.dflash.model import DFlashDraftModel, draft_config
@@ -20,41 +21,27 @@ from treegraft_plugins.hf.loading import load_network, model_name
 
 
 @attrs.define(eq=False)
-class DFlashDrafter(Drafter):
-    """Fills a block of masked tokens in one pass, conditioned on the target's hidden states of all committed tokens.
-
-    It grows its whole tree in one `draft` at the root; below other positions it has nothing to add. The hidden states
-    come from the target's own prefill and verification, so that only accepted tokens ever reach its cache; embedding
-    and head are the target's.
-
-    Args:
-        model: a folder or hub id of the published layout (safetensors), `demo:dflash`, or a loaded DFlashDraftModel.
-        tree: `best_first`, the best prefixes of the product of the block's marginals, or `chain`, its best tokens.
-        top_k: K, candidates a place; None for as many as the tree could use (32 with an edge scorer).
-
-    Attributes:
-        network: the loaded model.
-
-    Raises:
-        ModelError: the checkpoint cannot be loaded, or was made for another target.
-
-    Source: DFlash (z-lab); the tree is DDTree's.
-    """
+class _BlockDrafter(Drafter):
+    """A network, its cache, and its one pass a round, at the root; subclasses make proposals of what that says."""
 
     model: ModelSpec | DFlashDraftModel
-    tree: str = attrs.field(default="best_first", kw_only=True, validator=options.one_of(*SHAPES))
-    top_k: int | None = attrs.field(default=None, kw_only=True, validator=optional(options.whole(1)))
-
-    takes_edge_scorer: ClassVar[bool] = True
 
     def __attrs_post_init__(self) -> None:
         self.network, self._where = _network(self.model)
         self.wants = Wants(hidden_layers=tuple(layer + 1 for layer in self.network.target_layer_ids))
         self.max_length = self.network.config.max_position_embeddings - 1  # its blocks stand wholly below
         self.model_name = model_name(self.model)
-        self.identity = f"dflash {self.tree} {self.top_k} {latency_identity(self.network)}"
+        self.identity = f"{self._way()} {latency_identity(self.network)}"
         self._target: TargetModel | None = None
         self.stop()
+
+    @abstractmethod
+    def _way(self) -> str:
+        """The kind of drafter, and the options that its latency depends on."""
+
+    @abstractmethod
+    def _proposed(self, request: DraftRequest, marginals: Marginals) -> Expansion:
+        """What the pass says, as proposals below the root."""
 
     def bind(self, target: TargetModel) -> None:
         config = self.network.config
@@ -77,7 +64,7 @@ class DFlashDrafter(Drafter):
         self._features: list[torch.Tensor] = []  # hidden states of the tokens behind them
         self._marginals: Marginals | None = None  # of the round's pass
 
-    def clone(self) -> "DFlashDrafter":
+    def clone(self) -> Self:
         return attrs.evolve(self, model=self.network)
 
     def draft(self, request: DraftRequest) -> Expansion:
@@ -87,10 +74,7 @@ class DFlashDrafter(Drafter):
         self.num_rows = self.network.block_size
         if self._marginals is None:
             self._marginals = self._pass(int(request.tree.token[0]))
-        return drafted(
-            request, self.network.block_size - 1, self._marginals.top, shape=self.tree, top_k=self.top_k,
-            signals=self._marginals.signals,
-        )  # fmt: skip
+        return self._proposed(request, self._marginals)
 
     def _take(self, observation: Observation) -> None:
         """Keep the features of committed tokens for the next pass."""
@@ -123,6 +107,71 @@ class DFlashDrafter(Drafter):
         self._cache.keep(num_context, np.zeros(0, np.int64))
         self._num_cached, self._features = num_context, []
         return Marginals.of(target.head(hidden.to(block.dtype)), hidden, self._where)
+
+
+@attrs.define(eq=False)
+class DFlashDrafter(_BlockDrafter):
+    """Fills a block of masked tokens in one pass, conditioned on the target's hidden states of all committed tokens.
+
+    It grows its whole tree in one `draft` at the root; below other positions it has nothing to add. The hidden states
+    come from the target's own prefill and verification, so that only accepted tokens ever reach its cache; embedding
+    and head are the target's.
+
+    Args:
+        model: a folder or hub id of the published layout (safetensors), `demo:dflash`, or a loaded DFlashDraftModel.
+        tree: `best_first`, the best prefixes of the product of the block's marginals, or `chain`, its best tokens.
+        top_k: K, candidates a place; None for as many as the tree could use (32 with an edge scorer).
+
+    Attributes:
+        network: the loaded model.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded, or was made for another target.
+
+    Source: DFlash (z-lab); the tree is DDTree's.
+    """
+
+    tree: str = attrs.field(default="best_first", kw_only=True, validator=options.one_of(*SHAPES))
+    top_k: int | None = attrs.field(default=None, kw_only=True, validator=optional(options.whole(1)))
+
+    takes_edge_scorer: ClassVar[bool] = True
+
+    def _way(self) -> str:
+        return f"dflash {self.tree} {self.top_k}"
+
+    def _proposed(self, request: DraftRequest, marginals: Marginals) -> Expansion:
+        return drafted(
+            request, len(marginals.log_probs), marginals.top, shape=self.tree, top_k=self.top_k,
+            signals=marginals.signals,
+        )  # fmt: skip
+
+
+@attrs.define(eq=False)
+class SampledDFlashDrafter(_BlockDrafter):
+    """The same pass, drawn from: a token for each place of the block by its marginal, as a chain.
+
+    For the verifier `block`, which needs to know what each token was drawn from. At high temperature more is accepted
+    of such a chain than of the most probable one; in a greedy request the two are the same.
+
+    Args:
+        model: as of `dflash`.
+
+    Attributes:
+        network: the loaded model.
+
+    Raises:
+        ModelError: the checkpoint cannot be loaded, or was made for another target.
+
+    Source: DFlash (z-lab).
+    """
+
+    proposals: ClassVar[Literal["deterministic", "sampled"]] = "sampled"
+
+    def _way(self) -> str:
+        return "dflash_sampled"
+
+    def _proposed(self, request: DraftRequest, marginals: Marginals) -> Expansion:
+        return drawn_chain(request, marginals.log_probs, signals=marginals.signals)
 
 
 def _network(model: ModelSpec | DFlashDraftModel) -> tuple[DFlashDraftModel, str]:
