@@ -739,7 +739,7 @@ class Verifier(ABC):
         """Decide the round.
 
         `sampler.next(row)` gives the target's token after a row, once per emitted token. A verifier that draws for
-        itself reads `sampler.probs(row)`, draws from `sampler.stream`, and says what it chose by
+        itself reads `sampler.probs(rows)`, draws from `sampler.stream`, and says what it chose by
         `sampler.emit(row, token)`.
         """
 

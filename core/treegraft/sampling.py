@@ -435,13 +435,13 @@ class TokenSampler:
         self._append(row, token)
         return token
 
-    def probs(self, row: int) -> Floats:
-        """float64 [V]: what the target draws the token after the node `row` from; one-hot in a greedy request.
+    def probs(self, rows: Sequence[int]) -> Floats:
+        """float64 [R, V]: what the target draws the token after each of `rows` [R] from; one-hot in a greedy request.
 
         For verifiers that draw for themselves, from `stream`. Where a processor reads the text
         (`rules.stateless` is False), only for the node that the text emitted so far ends in, and once.
         """
-        probs: Floats = self.rules.probs(self._processed(self._going(), row))[0].cpu().numpy()
+        probs: Floats = self.rules.probs(self._processed(self._going(), rows)).cpu().numpy()
         return probs
 
     def emit(self, row: int, token: int) -> None:
@@ -475,21 +475,22 @@ class TokenSampler:
         rules = self.rules
         if rules.greedy and not (rules.processors or rules.keep_scores or rules.keep_logits):
             return scores.best(node)
-        processed = self._processed(scores, node)
+        processed = self._processed(scores, [node])
         if rules.greedy:
             return int(processed[0].argmax())
         return int(self.draws.choose(rules.probs(processed), np.array([self._position]))[0])
 
-    def _processed(self, scores: Scores, node: int) -> torch.Tensor:
-        """float32 [1, V]: the node's row after all processors."""
+    def _processed(self, scores: Scores, nodes: Sequence[int]) -> torch.Tensor:
+        """float32 [R, V]: the rows of `nodes` [R] after all processors."""
         rules = self.rules
-        logits = scores.logits(node)
-        row = logits[None] if rules.device is None else logits[None].to(rules.device)
-        self._device = row.device
-        raw = row.clone() if rules.keep_logits else None  # before a processor can write to it
-        processed = rules.process(self._ids(), row) if rules.processors else row
-        if rules.keep_scores or rules.keep_logits:
-            self._kept[node] = raw, processed if rules.keep_scores else None
+        rows = torch.stack([scores.logits(node) for node in nodes])
+        rows = rows if rules.device is None else rows.to(rules.device)
+        self._device = rows.device
+        raw = rows.clone() if rules.keep_logits else None  # before a processor can write to it
+        processed = rules.process(self._ids(), rows) if rules.processors else rows
+        for index, node in enumerate(nodes if rules.keep_scores or rules.keep_logits else ()):
+            own = slice(index, index + 1)
+            self._kept[node] = None if raw is None else raw[own], processed[own] if rules.keep_scores else None
         return processed
 
     def _append(self, row: int, token: int) -> None:

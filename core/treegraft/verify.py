@@ -88,7 +88,7 @@ Judged = Iterator[Floats | None]
 
 def _as_a_block(tokens: Sequence[int], draft_probs: Floats, sampler: TokenSampler) -> Judged:
     size = len(tokens)
-    target_probs = [sampler.probs(row) for row in range(size + 1)]
+    target_probs = sampler.probs(range(size + 1))
     share = [1.0]  # by tokens accepted, the part of the drafter's probability of the chain that the target backs
     for target, draft, token in zip(target_probs, draft_probs, tokens, strict=False):
         share.append(min(1.0, share[-1] * float(target[token] / draft[token])))
@@ -108,11 +108,11 @@ def _as_a_block(tokens: Sequence[int], draft_probs: Floats, sampler: TokenSample
 
 def _token_by_token(tokens: Sequence[int], draft_probs: Floats, sampler: TokenSampler) -> Judged:
     for row, (token, draft) in enumerate(zip(tokens, draft_probs, strict=True)):
-        target = sampler.probs(row)
+        (target,) = sampler.probs([row])
         if not sampler.stream.happens(min(1.0, float(target[token] / draft[token]))):
             yield _bonus_probs(_excess(1.0, target, draft), target)
         yield None
-    yield sampler.probs(len(tokens))
+    yield sampler.probs([len(tokens)])[0]
 
 
 def _excess(share: float, target: Floats, draft: Floats) -> Floats:

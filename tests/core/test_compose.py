@@ -358,9 +358,9 @@ def test_sampled_proposals_ask_for_a_verifier_a_budget_and_to_be_alone(compose):
     assert compose("drawn", own=DRAWN).lossless and not compose("drawn", own=DRAWN).repeats_plain
     other = "sources.other={draft: {use: toy_sampler}, select: {use: toy}, graft: {use: toy}}"
     for override, message in {
-        "verifier={use: toy_match}": r"drawn\.sources\.small\.draft: 'toy_sampler' makes sampled.*'toy_match' would not",
+        "verifier={use: toy_match}": r"small\.draft: 'toy_sampler' makes sampled.*'toy_match' would not",
         "sources.small.draft={use: toy_lookup}": r"'toy_lookup' makes deterministic.*'toy_block_verifier' would not",
-        "budget={use: toy}": r"drawn\.budget: 'toy' leaves out nodes by their scores.*would bias.*Take budget=\{use: fixed",
+        "budget={use: toy}": r"drawn\.budget: 'toy' leaves out nodes by their scores.*would bias.*budget=\{use: fixed",
         other: r"drawn\.sources: 2 of them, and 'toy_sampler'.*without bias",
     }.items():
         with pytest.raises(ComposeError, match=f"(?s){message}"):

@@ -61,7 +61,8 @@ def test_all_but_plain_share_width_branching_steps_budget_and_costs(resolved):
         } <= {(10, 10)}
         assert pipeline.config["steps"] == 5
         _, _, has_budget = GRAFTS.get(name, (None, False, False))
-        assert pipeline.config["budget"] == {"use": "saba" if has_budget else "gain_over_cost", "verify_nodes": 63}
+        budget = "saba" if has_budget else "fixed" if name == "dflash_sampled" else "gain_over_cost"
+        assert pipeline.config["budget"] == {"use": budget, "verify_nodes": 63}
         assert pipeline.config["costs"] == {"use": "measured"}
 
 
@@ -151,6 +152,13 @@ def test_one_pass_drafters_draft_once_a_round_at_the_root(resolved):
     assert parts(shared)["scheduler"][1]["pattern"].count("dflash") == 1
     for path, part in parts(resolved["treegraft"]).items():
         assert path == "scheduler" or parts(shared)[path] == part
+
+
+def test_the_drawn_chain_differs_from_the_best_one_in_what_drawing_asks_for(resolved):
+    best, drawn = parts(resolved["dflash_chain"]), parts(resolved["dflash_sampled"])
+    assert {path for path in drawn if drawn[path] != best[path]} == {"sources.dflash.draft", "verifier", "budget"}
+    assert drawn["sources.dflash.draft"] == ("dflash_sampled", {"model": "dflash"}) and drawn["verifier"][0] == "block"
+    assert [name for name in PIPELINES if not resolved[name].repeats_plain] == ["dflash_sampled"]
 
 
 @pytest.mark.parametrize("name", GRAFTS)

@@ -461,7 +461,12 @@ def test_a_keyed_draw_is_a_function_of_seed_and_key(seed, keys):
 def test_keyed_draws_keep_their_meaning():
     """Pinned, as those by position are."""
     probs = np.full(1000, 1e-3)
-    assert [SeededDraws(7).draw(probs, key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]] == [832, 950, 600, 210]
+    assert [SeededDraws(7).draw(probs, key) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]] == [
+        832,
+        950,
+        600,
+        210,
+    ]
     assert SeededDraws((7, 1)).draw(probs, (0, 0, 0)) != 832
 
 
@@ -540,12 +545,12 @@ def test_probs_are_what_next_draws_from_and_emit_takes_what_was_chosen(greedy, p
     rules = SamplingRules(greedy=greedy, processors=(doubled,), warpers=(doubled,), keep_scores=True, keep_logits=True)
     sampler = begun(rules, place(Scores(logits)), max_tokens=2)
     expected = (logits * 2).double().softmax(-1) if not greedy else torch.eye(3, dtype=torch.float64)[[2, 0]]
-    assert [sampler.probs(row).tolist() for row in (1, 0)] == expected[[1, 0]].tolist()
+    assert sampler.probs([1, 0]).tolist() == expected[[1, 0]].tolist() and sampler.probs([0]).shape == (1, 3)
     sampler.emit(0, 1)
     sampler.emit(1, 2)
     assert sampler.emitted == [1, 2] and sampler.stop_reason == "length"
     assert [row.tolist() for row in sampler.logits] == logits[:, None].tolist()
     assert [row.tolist() for row in sampler.scores] == (2 * logits)[:, None].tolist()
-    for asked in (lambda: sampler.emit(1, 0), lambda: sampler.probs(1)):
+    for asked in (lambda: sampler.emit(1, 0), lambda: sampler.probs([1])):
         with pytest.raises(RuntimeError, match="after the end"):
             asked()

@@ -4,8 +4,8 @@ import attrs
 import numpy as np
 import pytest
 import torch
-
 from exactness.toy_block import DrawnTableBlockDrafter
+
 from treegraft import Drafter, Expansion, InvariantError, Pipeline, Source, Verdict, Verifier
 from treegraft.sampling import Scores, SeededDraws, Stream, TokenSampler
 from treegraft.testing import (
@@ -229,7 +229,7 @@ class Judging(Verifier):
     def verify(self, tree, scores, sampler):
         stream = self.stream(sampler)
         for row, token in enumerate(tree.token[1:].tolist()):
-            target, draft = sampler.probs(row), tree.draft_probs[row]
+            target, draft = sampler.probs([row])[0], tree.draft_probs[row]
             if not stream.happens(self.prob(target[token], draft[token])):
                 break
             sampler.emit(row, token)
@@ -237,7 +237,7 @@ class Judging(Verifier):
                 return Verdict(np.arange(1, row + 2), None, sampler.stop_reason)
         else:
             row, draft = len(tree) - 1, np.zeros(3)
-            target = sampler.probs(row)
+            target = sampler.probs([row])[0]
         bonus = stream.draw(self.residual(target, draft))
         sampler.emit(row, bonus)
         return Verdict(np.arange(1, row + 1), bonus, sampler.stop_reason)

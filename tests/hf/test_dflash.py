@@ -1,21 +1,25 @@
 """The block-diffusion drafter: its network pinned by hand-made weights, its cache, what it loads and refuses."""
 
 import json
+from collections import Counter
 from itertools import pairwise
 
+import attrs
 import numpy as np
 import pytest
 import torch
 from hf.families import FAMILIES, VOCAB_SIZE
 from safetensors.torch import save_file
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import treegraft
 from treegraft.errors import ModelError
 from treegraft.interfaces import DraftRequest, EdgeScorer, ModelSpec, Observation
 from treegraft.registry import packaged_registry
+from treegraft.sampling import ProposalSampler, SamplingOptions, SamplingRules, SeededDraws, Stream
 from treegraft.tree import DraftTree
 from treegraft_plugins.hf.cache import SlotCache
-from treegraft_plugins.hf.dflash.drafter import DFlashDrafter
+from treegraft_plugins.hf.dflash.drafter import DFlashDrafter, SampledDFlashDrafter
 from treegraft_plugins.hf.dflash.model import (
     ARCHITECTURE,
     DFlashDraftModel,
@@ -404,6 +408,51 @@ def test_start_forgets_the_previous_request(target):
     assert np.array_equal(first.token, again.token) and np.array_equal(first.log_prob, again.log_prob)
 
 
+def drawing(root, *, rules, seed=0, **options):
+    """A request to a drafter of sampled proposals."""
+    sampler = ProposalSampler(rules, Stream(SeededDraws(seed), 0, 1))
+    return attrs.evolve(request(root, **options), sampler=sampler)
+
+
+def halved(ids, scores):
+    return scores / 0.5
+
+
+def test_a_drawn_chain_comes_from_the_marginals_under_the_requests_warpers(target):
+    drafter = SampledDFlashDrafter(network())
+    drafter.bind(target)
+    drafter.start(observed(target, TEXT))
+    marginals = np.exp(expected_marginals(target, TEXT, 60) / 0.5)
+    marginals /= marginals.sum(-1, keepdims=True)
+    rules = SamplingRules(greedy=False, processors=(halved,), warpers=(halved,))
+    seen = set()
+    for seed in range(20):
+        asked = drawing(60, rules=rules, seed=seed)
+        expansion = drafter.draft(asked)
+        asked.check(expansion)
+        assert expansion.anchor.tolist() == [0, -1, -2] and drafter.num_rows == BLOCK
+        np.testing.assert_allclose(expansion.draft_probs, marginals, atol=1e-5)
+        own = expansion.draft_probs[np.arange(3), expansion.token]
+        np.testing.assert_allclose(expansion.log_prob, np.log(own))
+        seen.add(tuple(expansion.token.tolist()))
+    assert len(seen) > 10, "other seeds draw other chains"
+    again = drafter.draft(drawing(60, rules=rules, seed=19))
+    assert again.token.tolist() == expansion.token.tolist(), "D7"
+    for room in ({"max_depth": 2}, {"max_nodes": 2}):
+        shorter = drafter.draft(drawing(60, rules=rules, seed=19, **room))
+        assert shorter.token.tolist() == expansion.token.tolist()[:2]
+
+
+def test_in_a_greedy_request_the_drawn_chain_is_the_best_one(target):
+    drawn, best = SampledDFlashDrafter(network()), bound(target, tree="chain")
+    drawn.bind(target)
+    for drafter in (drawn, best):
+        drafter.start(observed(target, TEXT))
+    expansion = drawn.draft(drawing(60, rules=SamplingRules()))
+    assert expansion.token.tolist() == best.draft(request(60)).token.tolist()
+    assert expansion.draft_probs.max(-1).tolist() == [1.0] * 3 and not expansion.log_prob.any()
+
+
 def test_two_drafts_of_one_round_are_equal_and_a_smaller_one_is_the_beginning(target):
     drafter = bound(target)
     drafter.start(observed(target, TEXT))
@@ -543,3 +592,55 @@ def test_the_target_is_forwarded_once_a_round_and_once_for_the_prompt(target):
     result = pipeline.generate(list(range(4, 16)), 24)
     handle.remove()
     assert not result.faults and len(forwards) == result.num_rounds + 1
+
+
+FULL = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
+
+
+def test_greedy_rounds_of_the_drawn_chain_are_those_of_the_best_one():
+    pipelines = [
+        treegraft.load(name, *FULL, registry=packaged_registry()) for name in ("dflash_chain", "dflash_sampled")
+    ]
+    best, drawn = (pipeline.generate("import os\n", 40) for pipeline in pipelines)
+    assert drawn.token_ids == best.token_ids and drawn.accepted_histogram == best.accepted_histogram
+    assert drawn.accepted_per_round > 0
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3])
+def test_sampled_text_of_the_drawn_chain_follows_the_embedded_targets_distribution(penalty):
+    """The second and third token over many seeds; judged as a block, and with a penalty token by token."""
+    pipeline = treegraft.load("dflash_sampled", *FULL, registry=packaged_registry())
+    prompt = pipeline.tokenizer("def read(self, size):\n    return self.")["input_ids"]
+    rules = pipeline.target.sampling_rules(np.array(prompt), SamplingOptions(temperature=0.8, top_k=4), 3)
+    if penalty is not None:
+        rules = attrs.evolve(rules, processors=(RepetitionPenaltyLogitsProcessor(penalty), *rules.processors))
+    assert rules.stateless == (penalty is None)
+    counts, num_texts, accepted = Counter(), 300, 0
+    for seed in range(num_texts):
+        sampler = pipeline.sampler(prompt, rules, SeededDraws(seed), 3)
+        for record in pipeline.run(sampler, seed):
+            accepted += len(record.verdict.path)
+        counts[tuple(sampler.emitted)] += 1
+    assert accepted > num_texts / 2
+    going = {(): 1.0}
+    for _ in range(3):
+        going = {
+            (*text, token): weight * prob
+            for text, weight in going.items()
+            for token, prob in enumerate(next_probs(pipeline.target.model, rules, [*prompt, *text]))
+            if prob > 0
+        }
+    expected = {text: prob for text, prob in going.items() if prob * num_texts >= 5}
+    rare = 1 - sum(expected.values())
+    terms = [(counts[text] - num_texts * prob) ** 2 / (num_texts * prob) for text, prob in expected.items()]
+    others = num_texts - sum(counts[text] for text in expected)
+    terms.append((others - num_texts * rare) ** 2 / (num_texts * rare))
+    # Exceeded once in 1000 at 10 degrees of freedom and less often at more; the seeds are fixed.
+    assert len(terms) > 10 and sum(terms) / (len(terms) - 1) < 3.0
+
+
+@torch.no_grad()
+def next_probs(model, rules, tokens):
+    """The target's probabilities after `tokens`, by a forward without a cache."""
+    ids = torch.tensor([tokens])
+    return rules.process(ids, model(ids, use_cache=False).logits[:, -1].float())[0].double().softmax(-1).tolist()
