@@ -67,5 +67,5 @@ class DrawnTableBlockDrafter(TableBlockDrafter):
         if not asks_for_root(request):
             return Expansion.empty()
         self.num_rows = self.num_places + 1
-        logits = torch.from_numpy(self.marginals(request.committed.tolist())).log()
-        return drawn_chain(request, logits, signals={})
+        log_probs = torch.from_numpy(self.marginals(request.committed.tolist())).log()
+        return drawn_chain(request, log_probs, signals={})

@@ -48,16 +48,15 @@ def drafted(
     return best_first(log_prob, request.max_nodes, edges, branching).expansion(tokens, signals=signals)
 
 
-def drawn_chain(request: DraftRequest, logits: torch.Tensor, *, signals: Mapping[str, float]) -> Expansion:
+def drawn_chain(request: DraftRequest, log_probs: torch.Tensor, *, signals: Mapping[str, float]) -> Expansion:
     """A chain drawn from the marginals of the next places, as long as the request allows.
 
     Args:
         request: it asks a drafter of sampled proposals for the root.
-        logits: [L, V], of the places that the drafter's pass covers.
+        log_probs: [L, V] (nats), of the places that the drafter's pass covers; what it thinks of its tokens, too.
         signals: what the drafter says about itself.
     """
-    length = min(len(logits), request.max_depth, request.max_nodes)
-    tokens, draft_probs = request.sample(logits[:length])
-    places = np.arange(length)
-    log_prob = np.log(np.minimum(draft_probs[places, tokens], 1.0))
-    return Expansion(-places, tokens, log_prob, draft_probs, signals)
+    length = min(len(log_probs), request.max_depth, request.max_nodes)
+    tokens, draft_probs = request.sample(log_probs[:length])
+    own = log_probs[:length].gather(1, torch.from_numpy(tokens)[:, None].to(log_probs.device))[:, 0]
+    return Expansion(-np.arange(length), tokens, own.double().clamp(max=0.0).cpu().numpy(), draft_probs, signals)
