@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from exactness.toy_block import DrawnTableBlockDrafter
 
 import treegraft
 from treegraft.bench.costs import TARGET, Point, cost_table, measure, num_rounds, points
@@ -71,6 +72,17 @@ def test_a_pipeline_without_sources_has_a_target_curve_alone():
     samples = measure(load("plain"), (1, 4), (16,), repeats=2)
     assert {sample.name for sample in samples} == {TARGET}
     assert {sample.rows for sample in samples} == {1, 4}
+
+
+def test_a_drafter_that_draws_is_measured_at_a_bare_root_and_the_target_at_every_size():
+    target = MarkovTarget(markov_table(24, order=1, seed=1))
+    drafter = DrawnTableBlockDrafter(target.table, num_places=2)
+    pipeline = treegraft.load("dflash_sampled", "costs={use: fixed}", models={"target": target, "dflash": drafter})
+    samples = measure(pipeline, (1, 5), (16,), repeats=2)
+    assert sorted((sample.name, sample.rows) for sample in samples) == [
+        *[("dflash", 3)] * 4, *[(TARGET, 1)] * 2, *[(TARGET, 5)] * 2
+    ]  # fmt: skip
+    assert pipeline.generate([1, 2, 3], 12, temperature=1.0).lossless
 
 
 def test_the_pipeline_still_decodes_the_same_text_afterwards():

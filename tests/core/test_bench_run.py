@@ -52,6 +52,7 @@ class TableArm(Arm):
     clock: Clock
     ms: float = 1.0
     is_ours: bool = True
+    repeats_plain: bool = True
     drafts: bool = True
     verify_nodes: int = 9
     log: list = attrs.field(factory=list)
@@ -393,9 +394,9 @@ def test_in_half_precision_a_divergence_is_listed_and_no_more(fair, clock, tmp_p
     assert checks.problems(*found) == [] and len(found[2]) == 6
 
 
-def test_arms_that_cannot_take_our_draws_are_compared_at_temperature_0_only(fair, clock, tmp_path):
+def test_arms_whose_sampled_text_is_another_are_compared_at_temperature_0_only(fair, clock, tmp_path):
     plan = attrs.evolve(PLAN, temperatures=(0.0, 0.7), repeats=1)
-    finished(bench_of(*fair, Invents("theirs", clock, is_ours=False), plan=plan), tmp_path / "run")
+    finished(bench_of(*fair, Invents("theirs", clock, repeats_plain=False), plan=plan), tmp_path / "run")
     records = [record for record in read_records(tmp_path / "run") if record.arm == "theirs"]
     assert {record.temperature: record.text_ok for record in records} == {0.0: False, 0.7: None}
     assert {each["temperature"] for each in read_divergences(tmp_path / "run")} == {0.0}

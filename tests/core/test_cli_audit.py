@@ -117,6 +117,16 @@ def test_sampled_text_is_audited_draw_by_draw():
     assert refused.exit_code == 2 and refused.stderr.startswith("RequestError: --seed: none, and none in the file")
 
 
+def test_text_that_a_verifier_drew_for_itself_is_audited_at_temperature_0_only():
+    drawn = ["dflash_sampled", "--prompt", PROMPT, *SIZE]
+    refused = CliRunner().invoke(main, ["audit", *drawn, "--temperature", "0.8", "--seed", "5"])
+    assert refused.exit_code == 2 and not refused.stdout
+    assert refused.stderr.startswith("RequestError: pipelines.dflash_sampled.verifier: block, which draws for itself\n")
+    printed = CliRunner().invoke(main, ["run", *drawn, "--temperature", "0.8", "--json"]).stdout
+    assert CliRunner().invoke(main, ["audit", *drawn, "--json-file", "-"], input=printed).exit_code == 2
+    assert CliRunner().invoke(main, ["audit", *drawn]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -30,6 +30,7 @@ from treegraft.pipeline import Pipeline
 from treegraft.sampling import SamplingRules, SeededDraws
 from treegraft.statistics import CostModel
 from treegraft.tree import Bools, DraftTree, Expansion, Floats, Ints
+from treegraft.verify import MatchVerifier
 
 TARGET = "target"
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -229,13 +230,20 @@ class _Append(GraftPolicy):
 
 @attrs.define
 class _AsPlanned(Scheduler, BudgetPolicy, Pruner):
-    """The planted tree, then the source that is measured; what is verified are the planted nodes, the first ones."""
+    """The planted tree, then the source that is measured; one that draws drafts at a bare root, and comes first.
+
+    What is verified are the first nodes.
+    """
 
     plan: _Plan
     max_verify_nodes: int
 
     def decide(self, state: RoundState) -> str | None:
-        return (PLANTED, self.plan.source)[len(state.steps)]
+        source = state.sources.get(self.plan.source or "")
+        order = (PLANTED, self.plan.source)
+        return (order[::-1] if source is not None and source.drafter.proposals == "sampled" else order)[
+            len(state.steps)
+        ]
 
     def max_nodes(self, state: RoundState) -> int:
         return self.max_verify_nodes
@@ -245,6 +253,13 @@ class _AsPlanned(Scheduler, BudgetPolicy, Pruner):
 
     def prune(self, tree: DraftTree, num_nodes: int) -> Bools:
         return np.arange(len(tree)) <= num_nodes
+
+
+class _MatchAnything(MatchVerifier):
+    """For planted trees on drawn ones, whose text is nobody's."""
+
+    lossless = False
+    accepts = frozenset({"deterministic", "sampled"})
 
 
 @attrs.define(eq=False)
@@ -286,6 +301,8 @@ class _Stand:
             planted,
         ]
         self._pipeline = pipeline
+        draws = any(source.drafter.proposals == "sampled" for source in pipeline.sources)
+        self._verifier = _MatchAnything() if draws else pipeline.parts.verifier
 
     def samples(self, rows: Sequence[int], context: int, repeats: int, tick: Callable[[], None]) -> Iterator[Sample]:
         """The measurements at one context."""
@@ -293,7 +310,7 @@ class _Stand:
         given = self._pipeline
         pipeline = Pipeline(
             name=given.name, target=given.target, sources=self._sources, scheduler=planned, budget=planned,
-            pruner=planned, verifier=given.parts.verifier, costs=self._recorder, steps=2, tokenizer=given.tokenizer,
+            pruner=planned, verifier=self._verifier, costs=self._recorder, steps=2, tokenizer=given.tokenizer,
         )  # fmt: skip
         todo = [(name, size) for _ in range(repeats) for name in self._turns for size in rows]
         self._rng.shuffle(todo)
