@@ -240,10 +240,9 @@ class _AsPlanned(Scheduler, BudgetPolicy, Pruner):
 
     def decide(self, state: RoundState) -> str | None:
         source = state.sources.get(self.plan.source or "")
-        order = (PLANTED, self.plan.source)
-        return (order[::-1] if source is not None and source.drafter.proposals == "sampled" else order)[
-            len(state.steps)
-        ]
+        is_drawn = source is not None and source.drafter.proposals == "sampled"
+        order = (self.plan.source, PLANTED) if is_drawn else (PLANTED, self.plan.source)
+        return order[len(state.steps)]
 
     def max_nodes(self, state: RoundState) -> int:
         return self.max_verify_nodes
