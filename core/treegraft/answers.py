@@ -9,7 +9,7 @@ import numpy as np
 
 from treegraft.errors import InvariantError
 from treegraft.interfaces import BudgetChoice, Verdict
-from treegraft.tree import DraftTree, Ints
+from treegraft.tree import DraftTree, Expansion, Ints
 
 
 def check_decision(part: object, name: object, known: Collection[str]) -> None:
@@ -35,14 +35,16 @@ def check_candidates(part: object, rows: Ints, tree: DraftTree) -> None:
         _refuse(part, f"{rows!r:.60}", f"S1 int64 rows, ascending and distinct, from 0 to {len(tree) - 1}")
 
 
-def check_grafted(part: object, grown: DraftTree, tree: DraftTree) -> None:
-    """A graft policy's answer, given the tree before.
+def check_grafted(part: object, grown: DraftTree, tree: DraftTree, expansion: Expansion) -> None:
+    """A graft policy's answer, given the tree before, and the proposals.
 
     Raises:
         InvariantError: naming part and rule.
     """
     if not isinstance(grown, DraftTree) or grown.uid[0] != tree.uid[0] or grown.token[0] != tree.token[0]:
         _refuse(part, f"a {type(grown).__name__} of another root", "G1 a tree below the same root")
+    if expansion.draft_probs is not None and not np.array_equal(grown.token[len(tree) :], expansion.token):
+        _refuse(part, "another tree than was drawn", "G2 every proposal; of a drawn tree nothing may go, or merge")
 
 
 def check_limit(part: object, num_nodes: object) -> None:

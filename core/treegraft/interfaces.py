@@ -113,16 +113,25 @@ class DraftRequest:
     def sample(self, logits: torch.Tensor) -> tuple[Ints, Floats]:
         """A token for each row of a drafter's `logits` [N, V], drawn under the request's own temperature, top-p, ...
 
+        Whatever is drawn must be proposed (D12): the verifier goes by what each token was drawn from.
+
         Returns:
-            tokens int64 [N], and draft_probs float64 [N, V], the distributions that they were drawn from.
+            tokens int64 [N], and draft_probs float64 [N, V], the distributions that they were drawn from (read-only).
 
         Raises:
-            InvariantError: the drafter says that it makes deterministic proposals.
+            InvariantError: the drafter says that it makes deterministic proposals, or the logits are none.
         """
         if self.sampler is None:
             raise InvariantError(
-                "DraftRequest.sample", "a drafter of deterministic proposals", 'Rule: D12 sampled proposals only.',
+                "DraftRequest.sample", "a drafter of deterministic proposals", "Rule: D12 sampled proposals only.",
                 'Declare proposals = "sampled".',
+            )  # fmt: skip
+        is_sound = isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[1] == self.vocab_size
+        if not is_sound or not bool(torch.isfinite(logits.amax(-1)).all()):
+            found = f"logits {list(logits.shape)}" if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+            raise InvariantError(
+                "DraftRequest.sample", found,
+                f"Allowed: a tensor [N, {self.vocab_size}] without NaN, each row with a finite logit and none of +inf.",
             )  # fmt: skip
         return self.sampler.draw(logits)
 
@@ -147,6 +156,9 @@ class DraftRequest:
         _require(isinstance(answer, Expansion), "draft returns an Expansion")
         token, log_prob = answer.token, answer.log_prob
         size = len(answer)
+        drawn = self.sampler is None or np.array_equal(token, self.sampler.tokens)
+        _require(drawn, "D12 sampled: all that request.sample drew, in that order, and nothing else")
+        _require(answer.draft_probs is None, "D12 no draft_probs: request.sample keeps them")
         _require(size == len(answer.anchor) == len(log_prob), "anchor, token and log_prob of one length")
         if not size:
             return
@@ -158,17 +170,6 @@ class DraftRequest:
         _require(size <= self.max_nodes, "D5 at most max_nodes proposals")
         _require(answer.anchor.min() >= -size, "D1 anchors: rows of the tree, or earlier proposals")
         _require(np.bincount(answer.anchor + size).max() <= self.branching, "D5 at most `branching` proposals a node")
-        self._check_drawn(answer)
-
-    def _check_drawn(self, answer: "Expansion") -> None:
-        probs, size = answer.draft_probs, len(answer)
-        if self.sampler is None:
-            _require(probs is None, "D12 draft_probs of sampled proposals only")
-            return
-        _require(getattr(probs, "shape", None) == (size, self.vocab_size), "D12 sampled: draft_probs [E, vocab_size]")
-        _require(bool((probs[np.arange(size), answer.token] > 0).all()), "D12 sampled: drawn tokens have mass")
-        sound = bool((probs >= 0).all()) and np.allclose(probs.sum(-1), 1.0, atol=1e-6)
-        _require(sound, "D12 sampled: draft distributions are >= 0 and sum to one")
 
     def check_depths(self, depths: Ints) -> None:
         """Refuse proposals at `depths` [E] where one lies too deep.
@@ -513,13 +514,13 @@ class Drafter(ABC):
         D9. No positions, no proposals; a one-token prompt works.
         D10. `start` forgets the previous request.
         D11. Every default argument works.
-        D12. Sampled proposals, and they alone, bring `draft_probs`: they sum to one, and drawn tokens have mass.
+        D12. Sampled proposals are what `request.sample` drew: all of it, in that order, and nothing else.
         D13. After `restore`, the calls that followed `checkpoint` give the same answers and the same `num_rows`.
     """
 
     proposals: ClassVar[Literal["deterministic", "sampled"]] = "deterministic"
     """Whether tokens are chosen (top-k, lookup) or drawn at random; it decides which verifiers are lossless. Drawn ones
-    come from `request.sample`, all of a round in one call at the root, and bring their `draft_probs`."""
+    come from `request.sample`, all of a round in one call at the root."""
     takes_edge_scorer: ClassVar[bool] = False
     """Whether `draft` honours `request.edge_scorer`."""
     rescores: ClassVar[bool] = False

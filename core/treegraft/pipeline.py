@@ -52,6 +52,7 @@ class Generation:
         tokens_per_second: new tokens over the total time, prefill included; loading and cost warm-up not.
         seed: reproduces sampled output.
         lossless: whether the text has exactly the target's distribution.
+        repeats_plain: whether sampled text is plain decoding's with the same seed, token for token.
         lossless_note: where rounding may tell it from plain decoding (half precision), else None.
         faults: {"source", "error"} of each drafter that failed and was left out.
         costs: the cost table in use at the end, as arguments of the cost model `fixed`.
@@ -71,6 +72,7 @@ class Generation:
     tokens_per_second: float
     seed: Seed | None
     lossless: bool
+    repeats_plain: bool
     lossless_note: str | None
     faults: list[dict[str, str]]
     costs: dict[str, Any]
@@ -484,6 +486,7 @@ class Pipeline:
             tokens_per_second=len(emitted) / total_ms * 1e3 if total_ms else 0.0,
             seed=seed,
             lossless=self.lossless,
+            repeats_plain=self.repeats_plain,
             lossless_note=self.target.lossless_note,
             faults=faults,
             costs=self.costs.table(),

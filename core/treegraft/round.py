@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 
 from treegraft import answers
+from treegraft.errors import InvariantError
 from treegraft.interfaces import (
     BudgetChoice,
     BudgetPolicy,
@@ -149,6 +150,8 @@ def grow_step(request: Request, state: RoundState, name: str, max_nodes: int, la
             step = _draft_step(source, candidates, max_nodes, request, state, laps)
         except Exception as error:
             laps.source_lap(name)
+            if request.sampler.proposals(source.index).drawn:
+                raise _failed_after_a_draw(name, error) from error
             request.fault(request, source, error)
     elif not any(len(_candidates(other, state)) for other in state.sources.values()):
         return None
@@ -199,10 +202,17 @@ def _draft_step(
     depths = expansion.depths(tree)
     asked.check_depths(depths)
     edges = acceptance.calibrated(source.index, expansion.log_prob, depths)
-    expansion = expansion.scored(edges)
+    expansion = expansion.scored(edges, sampler.draft_probs if sampler is not None and sampler.drawn else None)
     grown = source.graft_policy.graft(tree, expansion, source)
-    answers.check_grafted(source.graft_policy, grown, tree)
+    answers.check_grafted(source.graft_policy, grown, tree, expansion)
     return StepRecord(source.name, state.tree, grown, asked.positions, expansion, rescored, num_rows, own_ms)
+
+
+def _failed_after_a_draw(name: str, error: Exception) -> InvariantError:
+    return InvariantError(
+        f"sources.{name}", f"{type(error).__name__} after it had drawn: {error}",
+        "A source that failed for what it drew cannot be left out without bias.", "Mend it, or take another drafter.",
+    )  # fmt: skip
 
 
 def opening_state(parts: Parts, request: Request) -> RoundState:

@@ -303,7 +303,7 @@ class SamplingRules:
     @property
     def stateless(self) -> bool:
         """Whether every processor reads the scores alone: rows may be processed at once, and ahead of the text."""
-        return len(self.warpers) == len(self.processors)
+        return all(any(processor is warper for warper in self.warpers) for processor in self.processors)
 
     def process(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Run the processors over `scores` float32 [N, V]; `ids` [1, T] is the true prefix (N = 1 if not stateless)."""
@@ -320,10 +320,29 @@ class SamplingRules:
 
 @attrs.frozen(eq=False)
 class ProposalSampler:
-    """How a drafter draws what it proposes: under the request's own temperature, by noise that nothing else reads."""
+    """How a source draws what it proposes in a round: under the request's own temperature, by noise of its own.
+
+    Args:
+        rules: the request's.
+        stream: the noise.
+
+    Attributes:
+        drawn: (tokens int64 [N], draft_probs float64 [N, V]) of each `draw`, so that a verifier need believe nobody.
+    """
 
     rules: SamplingRules
     stream: Stream
+    drawn: list[tuple[Ints, Floats]] = attrs.field(init=False, factory=list)
+
+    @property
+    def tokens(self) -> Ints:
+        """int64 [E], everything drawn so far."""
+        return np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in self.drawn)])
+
+    @property
+    def draft_probs(self) -> Floats:
+        """float64 [E, V], what it was drawn from; something must have been."""
+        return np.concatenate([draft_probs for _, draft_probs in self.drawn])
 
     def draw(self, logits: torch.Tensor) -> tuple[Ints, Floats]:
         """A token for each row of `logits` [N, V], and the distributions that they were drawn from.
@@ -339,7 +358,10 @@ class ProposalSampler:
         for warper in self.rules.warpers:
             scores = warper(no_text, scores)
         draft_probs = self.rules.probs(scores).cpu().numpy()
-        return np.array([self.stream.draw(probs) for probs in draft_probs], np.int64), draft_probs
+        tokens = np.array([self.stream.draw(probs) for probs in draft_probs], np.int64)
+        draft_probs.setflags(write=False)
+        self.drawn.append((tokens.copy(), draft_probs))
+        return tokens, draft_probs
 
 
 class TokenSampler:
@@ -382,6 +404,7 @@ class TokenSampler:
         self._scores: Scores | None = None
         self._batched: list[int] | None = None
         self._kept: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}  # by node, what is to be kept of it
+        self._proposals: dict[int, ProposalSampler] = {}  # of the round whose tree is growing, by source
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -411,7 +434,7 @@ class TokenSampler:
 
     def begin(self, tree: DraftTree, scores: Scores) -> None:
         """Hand over a round's target scores, before the first token of that round."""
-        self._scores, self._batched, self._kept = scores, None, {}
+        self._scores, self._batched, self._kept, self._proposals = scores, None, {}, {}
         self.stream = Stream(self.draws, self._position, 0)
         if scores.tensor.device.type == "cpu":
             return  # row by row, as needed
@@ -453,8 +476,10 @@ class TokenSampler:
         self._append(row, token)
 
     def proposals(self, source: int) -> ProposalSampler:
-        """How the source of this index draws what it proposes in the round that is about to begin."""
-        return ProposalSampler(self.rules, Stream(self.draws, self._position, 1 + source))
+        """How the source of this index draws what it proposes in the round whose tree is growing."""
+        if source not in self._proposals:
+            self._proposals[source] = ProposalSampler(self.rules, Stream(self.draws, self._position, 1 + source))
+        return self._proposals[source]
 
     @property
     def _position(self) -> int:
@@ -501,9 +526,9 @@ class TokenSampler:
         self._size += 1
         raw, processed = self._kept.get(row, (None, None))
         if raw is not None:
-            self.logits.append(raw)
+            self.logits.append(raw.clone())  # not a view of a whole block's rows
         if processed is not None:
-            self.scores.append(processed)
+            self.scores.append(processed.clone())
         self.stop_reason = self._reason_after(token)
 
     def _reason_after(self, token: int) -> str | None:

@@ -75,7 +75,8 @@ class Expansion:
             that chains and whole subtrees fit in one call.
         token: int64 [E], ids in the target's vocabulary.
         log_prob: float64 [E] (nats), the drafter's log probability of the token given its path; finite and <= 0.
-        draft_probs: [E, V] or None, for sampled proposals the distribution each token was drawn from.
+        draft_probs: [E, V] or None, for sampled proposals the distribution each token was drawn from; core fills it in
+            with what `DraftRequest.sample` drew from.
         signals: what the drafter can say about this call (match confidence, block entropy, ...), by name.
         chained: derived, {proposal: the earlier one it hangs below}, for links of chains and parts of subtrees.
     """
@@ -112,10 +113,10 @@ class Expansion:
         anchor, token, log_prob = zip(*flat, strict=True) if flat else ((), (), ())
         return cls(anchor=anchor, token=token, log_prob=log_prob, signals=signals or {})
 
-    def scored(self, log_prob: Floats) -> "Expansion":
-        """The same proposals with other log probabilities [E]."""
+    def scored(self, log_prob: Floats, draft_probs: Floats | None = None) -> "Expansion":
+        """The same proposals with other log probabilities [E], and what they were drawn from [E, V]."""
         # Several times faster than attrs.evolve, and called at every step.
-        return Expansion(self.anchor, self.token, log_prob, self.draft_probs, self.signals)
+        return Expansion(self.anchor, self.token, log_prob, draft_probs, self.signals)
 
     def depths(self, tree: "DraftTree") -> Ints:
         """int [E]: how deep below the root of `tree` each proposal lies."""

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from treegraft.errors import ComposeError
 from treegraft.interfaces import DraftRequest, Source, TargetModel, Wants
+from treegraft.sampling import ProposalSampler, SamplingRules, SeededDraws, Stream
 from treegraft.statistics import CostModel, LatencyCurve
 from treegraft.tree import DraftTree, Expansion, Floats, Ints
 from treegraft_plugins.options import number, switch
@@ -239,6 +240,7 @@ def _measure_source(target: TargetModel, source: Source, target_ms: float) -> La
     prompt = _prompt(target, rng)
     (observation,) = target.prefill([prompt], source.drafter.wants)
     samples: dict[int, list[float]] = {}
+    is_drawn, sampling = source.drafter.proposals == "sampled", SamplingRules(greedy=False)
     start = time.perf_counter()
     source.drafter.start(observation)
     for index, size in enumerate((1, 1, 8, 32, 1, 8, 32)):
@@ -247,6 +249,7 @@ def _measure_source(target: TargetModel, source: Source, target_ms: float) -> La
         request = DraftRequest(
             tree, positions, source.branching, len(positions) * source.branching, int(tree.depth.max()) + 2,
             target.vocab_size, np.append(prompt[:-1], tree.token[0]), source.edge_scorer,
+            sampler=ProposalSampler(sampling, Stream(SeededDraws(0), index, 1)) if is_drawn else None,
         )  # fmt: skip
         begin = time.perf_counter()
         try:

@@ -18,6 +18,7 @@ from treegraft.interfaces import (
     Verdict,
     Verifier,
 )
+from treegraft.sampling import SamplingRules, Scores, SeededDraws, TokenSampler
 from treegraft.testing import MarkovTarget, TableDrafter, markov_table
 from treegraft.tree import DraftTree, Expansion
 
@@ -189,37 +190,73 @@ def test_what_a_drafter_writes_into_what_it_was_shown_reaches_no_text(to):
 class Drawing(Drafter):
     """Draws two tokens in a chain, and answers what `answer` makes of them."""
 
-    answer: object
+    answer: object = lambda drawn: drawn
     proposals = "sampled"
 
     def draft(self, request):
         length = min(2, request.max_depth, request.max_nodes)
-        tokens, draft_probs = request.sample(torch.zeros(length, V))
-        return self.answer(Expansion([0, -1][:length], tokens, [-1.0] * length, draft_probs))
+        tokens, _ = request.sample(torch.zeros(length, V))
+        return self.answer(Expansion([0, -1][:length], tokens, [-1.0] * length))
 
 
-def drawing(answer=lambda drawn: drawn, *overrides, **parts):
-    models = {"target": MarkovTarget(TABLE), "dflash": Drawing(answer)}
+def drawing(drafter=None, *overrides, **parts):
+    models = {"target": MarkovTarget(TABLE), "dflash": drafter or Drawing()}
     pipeline = treegraft.load("dflash_sampled", "costs={use: fixed}", *overrides, models=models)
     pipeline.parts = attrs.evolve(pipeline.parts, **parts)
     return pipeline
 
 
+def first(drawn, size):
+    return Expansion(drawn.anchor[:size], drawn.token[:size], drawn.log_prob[:size])
+
+
+def fails(drawn):
+    raise IndexError("beyond my vocabulary")
+
+
 @pytest.mark.parametrize(
-    ("draft_probs", "rule"),
+    ("answer", "rule"),
     [
-        (None, r"draft_probs \[E, vocab_size\]"),
-        (np.full((2, V + 1), 1 / (V + 1)), r"draft_probs \[E, vocab_size\]"),
-        (np.full((1, V), 1 / V), r"draft_probs \[E, vocab_size\]"),
-        (np.zeros((2, V)), "drawn tokens have mass"),
-        (np.full((2, V), 0.9), "draft distributions are >= 0 and sum to one"),
-        (np.full((2, V), np.nan), "drawn tokens have mass"),
+        (lambda drawn: first(drawn, 1), "D12 sampled: all that request.sample drew"),
+        (lambda drawn: Expansion.empty(), "D12 sampled"),
+        (lambda drawn: attrs.evolve(drawn, token=drawn.token[::-1] + 1), "D12 sampled"),
+        (lambda drawn: attrs.evolve(drawn, draft_probs=np.full((2, V), 1 / V)), "D12 no draft_probs"),
+        (lambda drawn: attrs.evolve(drawn, log_prob=[-1.0, -np.inf]), "D4"),
+        (lambda drawn: attrs.evolve(drawn, anchor=[0, -5]), "D1"),
+        (fails, "beyond my vocabulary"),
     ],
 )
-def test_what_was_not_drawn_as_it_says_leaves_its_source_out(draft_probs, rule):
-    """Each would bias the text if it were verified."""
-    with pytest.warns(treegraft.DrafterWarning, match=f"D12 sampled: {rule}"):
-        result = generated(drawing(lambda drawn: attrs.evolve(drawn, draft_probs=draft_probs)))
+def test_a_drafter_that_fails_after_it_has_drawn_ends_the_request(answer, rule):
+    """To leave it out for what it drew, or to verify less than it drew, would bias the text."""
+    with pytest.raises(InvariantError, match=rf"sources\.dflash: \w+ after it had drawn: (.*\n.*)?{rule}"):
+        generated(drawing(Drawing(answer)))
+
+
+@attrs.define(eq=False)
+class Misled(Drafter):
+    """Asks for draws from what are no logits."""
+
+    logits: object
+    proposals = "sampled"
+
+    def draft(self, request):
+        tokens, _ = request.sample(self.logits)
+        return Expansion([0], tokens, [-1.0])
+
+
+@pytest.mark.parametrize(
+    ("logits", "found"),
+    [
+        (torch.zeros(V), rf"logits \[{V}\]"),
+        (torch.zeros(1, V + 1), rf"logits \[1, {V + 1}\]"),
+        (torch.full((1, V), float("nan")), rf"logits \[1, {V}\]\n.*without NaN"),
+        (torch.full((1, V), -torch.inf), rf"logits \[1, {V}\]"),
+        (np.zeros((1, V)), "a ndarray"),
+    ],
+)
+def test_what_are_no_logits_fail_before_anything_is_drawn_and_leave_the_drafter_out(logits, found):
+    with pytest.warns(treegraft.DrafterWarning, match=f"DraftRequest.sample: {found}"):
+        result = generated(drawing(Misled(logits)))
     assert len(result.token_ids) == 12 and result.faults[0]["source"] == "dflash"
 
 
@@ -232,7 +269,7 @@ def test_distributions_beside_chosen_tokens_and_draws_of_a_drafter_that_chooses_
         def draft(self, request):
             return request.sample(torch.zeros(1, V))
 
-    for drafter, message in ((Choosing(), "of sampled proposals only"), (Asking(), 'Declare proposals = "sampled"')):
+    for drafter, message in ((Choosing(), "D12 no draft_probs"), (Asking(), 'Declare proposals = "sampled"')):
         with pytest.warns(treegraft.DrafterWarning, match=message):
             assert generated(loaded(drafter)).token_ids == PLAIN
 
@@ -242,7 +279,7 @@ def test_nothing_that_was_drawn_is_left_out():
     sizes = [
         len(record.pruned) - 1
         for most in (0, 1, 2, 5)
-        for record in drawing(lambda drawn: drawn, f"budget={{use: fixed, verify_nodes: {most}}}")
+        for record in drawing(None, f"budget={{use: fixed, verify_nodes: {most}}}")
         .generate(PROMPT, 12, temperature=1.0, seed=1, keep_rounds=True)
         .rounds[:1]
     ]
@@ -251,8 +288,43 @@ def test_nothing_that_was_drawn_is_left_out():
         generated(drawing(budget=Allowing(after=1)))
 
 
+@pytest.mark.parametrize("make", [lambda tree: tree, lambda tree: tree.append(Expansion([0], [1], [-1.0]), 0, [True])])
+def test_a_graft_that_is_not_what_was_drawn_ends_the_request(make):
+    pipeline = drawing()
+    pipeline.sources = [attrs.evolve(source, graft_policy=Grafting(make)) for source in pipeline.sources]
+    with pytest.raises(InvariantError, match=r"Grafting: another tree than was drawn\n.*G2"):
+        generated(pipeline)
+
+
 def test_what_was_drawn_is_neither_grafted_onto_nor_drawn_twice():
     """However often the schedule calls it, and whatever its selector offers."""
-    pipeline = drawing(lambda drawn: drawn, "scheduler={use: fixed, pattern: [dflash, dflash, dflash]}")
+    pipeline = drawing(None, "scheduler={use: fixed, pattern: [dflash, dflash, dflash]}")
     result = pipeline.generate(PROMPT, 12, temperature=1.0, seed=1, keep_rounds=True)
     assert not result.faults and {len(record.state.steps) for record in result.rounds} <= {0, 1}
+
+
+@attrs.define(eq=False)
+class Late(Drafter):
+    """Draws at its second call of a round: the first found nothing to say."""
+
+    proposals = "sampled"
+    num_calls: int = 0
+
+    def draft(self, request):
+        self.num_calls += 1
+        if self.num_calls % 2:
+            return Expansion.empty()
+        tokens, _ = request.sample(torch.zeros(1, V))
+        return Expansion([0], tokens, [-1.0])
+
+
+def test_a_second_call_at_a_bare_root_goes_on_with_the_rounds_noise():
+    sampler = TokenSampler(PROMPT, SamplingRules(greedy=False), SeededDraws(1), 12)
+    assert sampler.proposals(0) is sampler.proposals(0) and sampler.proposals(0) is not sampler.proposals(1)
+    before = sampler.proposals(0)
+    sampler.begin(DraftTree.rooted(2), Scores(torch.zeros(1, V)))
+    assert sampler.proposals(0) is not before
+    pipeline = drawing(Late(), "scheduler={use: fixed, pattern: [dflash, dflash]}")
+    pipeline.sources = [attrs.evolve(source, selector=Selecting(np.array([0]))) for source in pipeline.sources]
+    result = generated(pipeline)
+    assert not result.faults and result.accepted_per_round > 0

@@ -121,9 +121,15 @@ def test_text_that_a_verifier_drew_for_itself_is_audited_at_temperature_0_only()
     drawn = ["dflash_sampled", "--prompt", PROMPT, *SIZE]
     refused = CliRunner().invoke(main, ["audit", *drawn, "--temperature", "0.8", "--seed", "5"])
     assert refused.exit_code == 2 and not refused.stdout
-    assert refused.stderr.startswith("RequestError: pipelines.dflash_sampled.verifier: block, which draws for itself\n")
+    assert refused.stderr.startswith("RequestError: pipelines.dflash_sampled.verifier: block: sampled text that is not")
     printed = CliRunner().invoke(main, ["run", *drawn, "--temperature", "0.8", "--json"]).stdout
-    assert CliRunner().invoke(main, ["audit", *drawn, "--json-file", "-"], input=printed).exit_code == 2
+    for name in ("dflash_sampled", "plain"):  # whichever pipeline is named, the file says what it is
+        refused = CliRunner().invoke(main, ["audit", name, *drawn[1:], "--json-file", "-"], input=printed)
+        assert refused.exit_code == 2 and refused.stderr.startswith(
+            "RequestError: --json-file: sampled text that is not"
+        )
+    plain = command("run", "--temperature", "0.8", "--json").stdout
+    assert CliRunner().invoke(main, ["audit", *drawn, "--json-file", "-"], input=plain).exit_code == 0
     assert CliRunner().invoke(main, ["audit", *drawn]).exit_code == 0
 
 
@@ -134,6 +140,7 @@ def test_text_that_a_verifier_drew_for_itself_is_audited_at_temperature_0_only()
         ("[1, 2]", "RequestError: --json-file out.json: no list of token_ids"),
         ('{"token_ids": ["a"]}', "RequestError: --json-file out.json: no list of token_ids"),
         ('{"token_ids": [1], "seed": "x"}', "RequestError: --json-file out.json: seed 'x'"),
+        ('{"token_ids": [1], "repeats_plain": "no"}', "RequestError: --json-file out.json: repeats_plain 'no'"),
         ('{"token_ids": [99999]}', "RequestError: audit: the token 99999"),
         (None, "RequestError: --json-file out.json: No such file"),
     ],

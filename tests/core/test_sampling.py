@@ -527,14 +527,25 @@ def test_proposals_are_drawn_as_the_target_draws():
         SamplingRules(greedy=False, processors=(halved,), warpers=(halved,)),
         SamplingRules(greedy=False, processors=(never, halved), warpers=(halved,)),
     ):
-        stream = Stream(SeededDraws(0), 0, 1)
-        tokens, probs = ProposalSampler(rules, stream).draw(logits)
+        sampler = ProposalSampler(rules, Stream(SeededDraws(0), 0, 1))
+        tokens, probs = sampler.draw(logits)
+        assert sampler.tokens.tolist() == tokens.tolist() and sampler.draft_probs.tolist() == probs.tolist()
+        tokens[:] = 0  # the drafter's own
+        assert sampler.tokens.any() and not probs.flags.writeable
         assert probs == pytest.approx((logits.double() / 2).softmax(-1).numpy(), abs=1e-7)
         again = Stream(SeededDraws(0), 0, 1)
-        assert tokens.dtype == np.int64 and tokens.tolist() == [again.draw(row) for row in probs]
+        assert tokens.dtype == np.int64 and sampler.tokens.tolist() == [again.draw(row) for row in probs]
     tokens, probs = ProposalSampler(SamplingRules(), Stream(SeededDraws(0), 0, 1)).draw(logits)
     assert tokens.tolist() == [2, 0] and probs.tolist() == [[0, 0, 1], [1, 0, 0]]
     assert logits[0].tolist() == [0.0, 2.0, 4.0], "they are the drafter's"
+
+
+def test_stateless_are_rules_whose_processors_are_all_warpers():
+    """By which they are, not by how many: a target may put its own in their place."""
+    halved, penalised = (lambda ids, scores, by=by: scores / by for by in (2.0, 3.0))
+    assert SamplingRules().stateless and SamplingRules(processors=(halved,), warpers=(halved,)).stateless
+    for processors in ((penalised,), (penalised, halved), (halved, penalised)):
+        assert not SamplingRules(processors=processors, warpers=(halved,)).stateless
 
 
 @pytest.mark.parametrize("place", [lambda scores: scores, on_accelerator])

@@ -431,7 +431,7 @@ def test_a_drawn_chain_comes_from_the_marginals_under_the_requests_warpers(targe
         expansion = drafter.draft(asked)
         asked.check(expansion)
         assert expansion.anchor.tolist() == [0, -1, -2] and drafter.num_rows == BLOCK
-        np.testing.assert_allclose(expansion.draft_probs, marginals, atol=1e-5)
+        np.testing.assert_allclose(asked.sampler.draft_probs, marginals, atol=1e-5)
         own = expected_marginals(target, TEXT, 60)[np.arange(3), expansion.token]
         np.testing.assert_allclose(expansion.log_prob, own, atol=1e-5, err_msg="what it thinks of them, undistorted")
         seen.add(tuple(expansion.token.tolist()))
@@ -448,9 +448,10 @@ def test_in_a_greedy_request_the_drawn_chain_is_the_best_one(target):
     drawn.bind(target)
     for drafter in (drawn, best):
         drafter.start(observed(target, TEXT))
-    expansion = drawn.draft(drawing(60, rules=SamplingRules()))
+    asked = drawing(60, rules=SamplingRules())
+    expansion = drawn.draft(asked)
     assert expansion.token.tolist() == best.draft(request(60)).token.tolist()
-    assert expansion.draft_probs.max(-1).tolist() == [1.0] * 3
+    assert asked.sampler.draft_probs.max(-1).tolist() == [1.0] * 3
     assert expansion.log_prob.tolist() == best.draft(request(60)).log_prob.tolist()
 
 

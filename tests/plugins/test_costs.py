@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from exactness.toy_block import DrawnTableBlockDrafter
 
 import treegraft
 from treegraft.testing import MarkovTarget, TableDrafter, markov_table
@@ -156,6 +157,28 @@ def test_a_size_that_there_was_no_time_to_measure_is_learnt_from_rounds(monkeypa
         for rows in (1, 2, 4):
             costs.record_target(rows, 0, latency[rows] * 1e3)
     assert costs.target_ms([1, 2, 4], 0) == pytest.approx([1000.0, 2000.0, 4000.0], rel=0.02)
+
+
+def test_a_drafter_that_draws_is_measured_like_others(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("treegraft_plugins.costs.time.perf_counter", lambda: clock[0])
+
+    class SlowTarget(MarkovTarget):
+        def score(self, trees):
+            clock[0] += 1.0
+            return super().score(trees)
+
+    class TimedDrafter(DrawnTableBlockDrafter):
+        def draft(self, request):
+            clock[0] += 0.005
+            return super().draft(request)
+
+    target = SlowTarget(markov_table(8, order=1, seed=1))
+    drafter = TimedDrafter(target.table, num_places=2)
+    pipeline = treegraft.load(
+        "dflash_sampled", "costs={use: measured, cache: false}", models={"target": target, "dflash": drafter}
+    )
+    assert pipeline.costs.source_ms("dflash", 3) == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("stalled", [1, 4, 16])

@@ -47,12 +47,14 @@ class Output:
         seed: of the request, or None.
         rounded: whether it was decoded in half precision.
         sampling: the options it was decoded under, as far as the file says.
+        repeats_plain: whether sampled text is its seed's at every position; None where the file does not say.
     """
 
     token_ids: list[int]
     seed: Seed | None
     rounded: bool
     sampling: Mapping[str, Any] = attrs.field(factory=dict)
+    repeats_plain: bool | None = None
 
 
 @click.command()
@@ -116,7 +118,7 @@ def audit(
     with quiet():
         resolved = with_defaults(resolve_options(pipeline, overrides, registry, modules), dtype, device)
         spare_threads(resolved.models)
-        check_auditable(resolved, sampling["temperature"])
+        check_auditable(resolved, output, sampling["temperature"])
         if output is None:
             target, output = generated(build(resolved), token_ids, sampling)
         else:
@@ -129,18 +131,21 @@ def audit(
     ctx.exit(0 if report.passed else 1)
 
 
-def check_auditable(resolved: ResolvedPipeline, temperature: float) -> None:
-    """Refuse sampled text that its seed alone does not determine.
+def check_auditable(resolved: ResolvedPipeline, output: Output | None, temperature: float) -> None:
+    """Refuse sampled text that is not its seed's at every position, by what the output says, else by the pipeline.
 
     Raises:
-        RequestError: the pipeline's verifier draws for itself.
+        RequestError: a verifier that draws for itself made it, or would.
     """
-    if temperature > 0 and not resolved.repeats_plain:
-        raise RequestError(
-            f"pipelines.{resolved.name}.verifier", f"{resolved.parts['verifier'].use}, which draws for itself",
-            "Sampled text is audited draw by draw, where it is plain decoding's with the same seed.",
-            "Audit this pipeline at temperature 0, or sample with one that verifies by match.",
-        )  # fmt: skip
+    said = None if output is None else output.repeats_plain
+    if temperature == 0 or (resolved.repeats_plain if said is None else said):
+        return
+    where = f"pipelines.{resolved.name}.verifier: {resolved.parts['verifier'].use}" if said is None else "--json-file"
+    raise RequestError(
+        where, "sampled text that is not plain decoding's with the same seed",
+        "Audited draw by draw is what a pipeline samples that verifies by match.",
+        "Audit at temperature 0, or sample with such a pipeline.",
+    )  # fmt: skip
 
 
 def read_output(file: str) -> Output:
@@ -166,7 +171,10 @@ def read_output(file: str) -> Output:
     recorded = content.get("sampling", {})
     if not isinstance(recorded, dict) or not set(recorded) <= set(RECORDED):
         raise RequestError(f"--json-file {file}", f"sampling {recorded!r:.60}", f"Keys: {', '.join(RECORDED)}.")
-    return Output(ids, seed, content.get("lossless_note") is not None, recorded)
+    repeats_plain = content.get("repeats_plain")
+    if not isinstance(repeats_plain, bool | None):
+        raise RequestError(f"--json-file {file}", f"repeats_plain {repeats_plain!r:.60}", "Allowed: true or false.")
+    return Output(ids, seed, content.get("lossless_note") is not None, recorded, repeats_plain)
 
 
 def generated(

@@ -9,7 +9,7 @@ from treegraft.pipeline import Generation
 JSON_KEYS = (
     "text", "token_ids", "num_new_tokens", "finish_reason", "num_rounds", "emitted_per_round", "accepted_per_round",
     "accepted_histogram", "target_calls", "source_calls", "latency_ms", "tokens_per_second", "lossless",
-    "lossless_note", "seed", "sampling", "costs", "faults",
+    "repeats_plain", "lossless_note", "seed", "sampling", "costs", "faults",
 )  # fmt: skip
 RECORDED = ("max_new_tokens", "temperature", "top_p", "top_k")
 """Options of a request that `sampling` of the object holds: what its text is audited under."""

@@ -57,6 +57,6 @@ def drawn_chain(request: DraftRequest, log_probs: torch.Tensor, *, signals: Mapp
         signals: what the drafter says about itself.
     """
     length = min(len(log_probs), request.max_depth, request.max_nodes)
-    tokens, draft_probs = request.sample(log_probs[:length])
+    tokens, _ = request.sample(log_probs[:length])
     own = log_probs[:length].gather(1, torch.from_numpy(tokens)[:, None].to(log_probs.device))[:, 0]
-    return Expansion(-np.arange(length), tokens, own.double().clamp(max=0.0).cpu().numpy(), draft_probs, signals)
+    return Expansion(-np.arange(length), tokens, own.double().clamp(max=0.0).cpu().numpy(), signals=signals)
