@@ -174,6 +174,20 @@ def test_a_refused_replay_leaves_no_file():
     assert not Path("rounds.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["replay", "plain,dflash_sampled"],
+        ["fit", "budget", "--pipeline", "dflash_sampled", "--held-out", "prompts.jsonl", "--out", "fit"],
+        ["fit", "collect", "--pipeline", "dflash_sampled", "--out", "fit"],
+    ],
+)
+def test_a_pipeline_whose_text_depends_on_its_trees_is_refused_before_anything_else(words):
+    result = CliRunner().invoke(main, [*words, "--prompts", "prompts.jsonl"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("RequestError: pipelines.dflash_sampled.verifier: 'block'\n  Allowed: match")
+
+
 def test_a_scheduler_that_a_budget_changes_is_told():
     told = run("treegraft", "--budgets", "16,63")
     assert told.exit_code == 0 and "treegraft with 16 nodes: scheduler: " in told.stderr

@@ -14,7 +14,7 @@ from treegraft.cli.fit_edges import models_of
 from treegraft.cli.options import TEMPERATURES, Listed, costs_of, model_options, plugins_from_here, prompt_options
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
-from treegraft.cli.replaying import replaying
+from treegraft.cli.replaying import check_replayable, replaying
 from treegraft.cli.run import with_defaults
 from treegraft.compose import build, resolve
 from treegraft.errors import RequestError
@@ -96,6 +96,7 @@ def collect(
     if costs is not None:
         overrides = [*overrides, costs_of(costs)]
     resolved = with_defaults(resolve(pipeline, overrides, registry=registry, plugins=plugins), dtype, device)
+    check_replayable(resolved)
     with quiet(), progress() as report:
         spare_threads(resolved.models)
         report("loading models", 0, 1)

@@ -19,6 +19,7 @@ from treegraft.cli.options import Listed, costs_of, model_options, plugins_from_
 from treegraft.cli.progress import progress
 from treegraft.cli.quiet import quiet
 from treegraft.cli.replay_report import Tally, label_lines, lines, round_line
+from treegraft.cli.replaying import check_replayable
 from treegraft.cli.run import with_defaults
 from treegraft.compose import ResolvedPipeline, build
 from treegraft.errors import ComposeError, RequestError, suggest
@@ -141,6 +142,8 @@ def replay(
         for budget in fixed
         for name, pipeline in resolved_pipelines(pipelines, overrides, defaults, budget, registry, plugins).items()
     ]
+    for *_, pipeline in resolved:
+        check_replayable(pipeline)
     for line in differing_schedulers(resolved):
         click.echo(line, err=True)
     chosen = read_all(prompts, limit, per_task)

@@ -3,15 +3,31 @@
 import attrs
 
 from treegraft.compose import ResolvedPipeline
+from treegraft.errors import RequestError
 from treegraft.interfaces import Drafter
 from treegraft.pipeline import Pipeline
 from treegraft.replay import ReplayTarget
 from treegraft.statistics import CostModel
+from treegraft.verify import MatchVerifier
 
 
 def drafters(pipeline: Pipeline) -> dict[str, Drafter]:
     """By key path."""
     return {f"sources.{source.name}.draft": source.drafter for source in pipeline.sources}
+
+
+def check_replayable(resolved: ResolvedPipeline) -> None:
+    """Refuse a pipeline that no recording can stand for, before a model is loaded.
+
+    Raises:
+        RequestError: its text depends on its trees.
+    """
+    verifier = resolved.parts["verifier"]
+    if not issubclass(verifier.cls, MatchVerifier):
+        raise RequestError(
+            f"pipelines.{resolved.name}.verifier", f"{verifier.use!r}",
+            "Allowed: match, under which the text does not depend on the tree.",
+        )  # fmt: skip
 
 
 def replaying(resolved: ResolvedPipeline, live: Pipeline, costs: CostModel) -> ResolvedPipeline:
