@@ -51,7 +51,7 @@ GENERATION_OPTIONS: dict[str, Option] = {
     "stop_strings": _honoured("tested after each token; through treegraft.generate, which knows the tokenizer"),
     "early_stopping": _unread("read by beam search"),
     # how tokens are chosen
-    "do_sample": _honoured("draws by (seed, position), never from the global generators"),
+    "do_sample": _honoured("draws by the seed, and never from the global generators"),
     "num_beams": _refused(_BEAMS, 1),
     "num_return_sequences": _honoured("row r draws as a single run with seed=(seed, r)"),
     "use_mtp": _refused(_ASSISTED, False),
