@@ -1,8 +1,11 @@
 """The block-diffusion drafter: its network pinned by hand-made weights, its cache, what it loads and refuses."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import attrs
 import numpy as np
@@ -313,6 +316,22 @@ def test_a_checkpoint_made_for_another_target_is_refused_with_the_mismatch(setti
     drafter = DFlashDrafter(network(**settings))
     with pytest.raises(ModelError, match=f"made for another target.*{message}"):
         drafter.bind(target)
+
+
+def test_a_widened_drafter_says_what_it_said(tmp_path):
+    """`tools/demo_models/widen.py`: the new units are there, and add nothing yet."""
+    written(tmp_path / "narrow")
+    tool = Path(__file__).parents[2] / "tools" / "demo_models" / "widen.py"
+    subprocess.run([sys.executable, tool, tmp_path / "narrow", tmp_path / "wide", "64"], check=True)
+    narrow, wide = (DFlashDrafter(ModelSpec(str(tmp_path / name))).network for name in ("narrow", "wide"))
+    assert (narrow.config.intermediate_size, wide.config.intermediate_size) == (48, 64)
+    rows, context = block().float(), features(5).float()
+    torch.testing.assert_close(filled(wide, rows, context), filled(narrow, rows, context))
+    assert wide.layers[0].mlp.up_proj.weight[48:].std() > 0 and not wide.layers[0].mlp.down_proj.weight[:, 48:].any()
+    refused = subprocess.run(
+        [sys.executable, tool, tmp_path / "wide", tmp_path / "x", "64"], capture_output=True, text=True
+    )
+    assert refused.returncode == 1 and "64 already" in refused.stderr
 
 
 def test_a_target_that_lends_no_head_is_refused():
