@@ -75,8 +75,8 @@ class Stream:
         return self.draws.draw(probs, (self.round, self._num_drawn - 1, self.number))
 
     def happens(self, prob: float) -> bool:
-        """Whether something of probability `prob` happens."""
-        return bool(self.draw(np.array([1.0 - prob, prob])))
+        """Whether something of probability `prob` happens; of what is certain either way nothing is drawn."""
+        return prob >= 1.0 if prob in (0.0, 1.0) else bool(self.draw(np.array([1.0 - prob, prob])))
 
 
 _BLOCK = 512  # tokens; near the square root of a large vocabulary, where the two races cost the same

@@ -92,18 +92,22 @@ def _as_a_block(tokens: Sequence[int], draft_probs: Floats, sampler: TokenSample
     share = [1.0]  # by tokens accepted, the part of the drafter's probability of the chain that the target backs
     for target, draft, token in zip(target_probs, draft_probs, tokens, strict=False):
         share.append(min(1.0, share[-1] * float(target[token] / draft[token])))
-    excess = [_excess(*each) for each in zip(share, target_probs, draft_probs, strict=False)]
+
+    def excess(place: int) -> Floats:
+        return _excess(share[place], target_probs[place], draft_probs[place])
+
     num_accepted = size
     while num_accepted > 0:
         prob = share[num_accepted]
-        if num_accepted < size and prob < 1.0:
-            mass = float(excess[num_accepted].sum())
+        if num_accepted < size and 0.0 < prob < 1.0:
+            mass = float(excess(num_accepted).sum())
             prob = mass / (mass + 1.0 - prob)
         if sampler.stream.happens(prob):
             break
         num_accepted -= 1
     yield from [None] * num_accepted
-    yield target_probs[size] if num_accepted == size else _bonus_probs(excess[num_accepted], target_probs[num_accepted])
+    target = target_probs[num_accepted]
+    yield target if num_accepted == size else _bonus_probs(excess(num_accepted), target)
 
 
 def _token_by_token(tokens: Sequence[int], draft_probs: Floats, sampler: TokenSampler) -> Judged:

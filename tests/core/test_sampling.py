@@ -509,7 +509,7 @@ def test_a_stream_reads_each_key_once_and_knows_its_round():
     assert sampler.stream.happens(0.5) and sampler.stream.happens(1.0) and not sampler.stream.happens(0.0)
     sampler.emit(0, 1)
     sampler.stream.draw(np.ones(3))  # still the same round
-    assert read.read == [(7, 0, 3), (7, 0, 0), (7, 1, 0), (7, 2, 0), (7, 3, 0)]
+    assert read.read == [(7, 0, 3), (7, 0, 0), (7, 1, 0)], "what is certain is not drawn"
     sampler.begin(CHAIN, one_hot(1, 2, 3))
     sampler.stream.draw(np.ones(3))
     assert read.read[-1] == (8, 0, 0)
