@@ -43,7 +43,10 @@ def check_grafted(part: object, grown: DraftTree, tree: DraftTree, expansion: Ex
     """
     if not isinstance(grown, DraftTree) or grown.uid[0] != tree.uid[0] or grown.token[0] != tree.token[0]:
         _refuse(part, f"a {type(grown).__name__} of another root", "G1 a tree below the same root")
-    if expansion.draft_probs is not None and not np.array_equal(grown.token[len(tree) :], expansion.token):
+    if expansion.draft_probs is None:
+        return
+    tokens, rows = grown.token[len(tree) :], grown.draft_row[len(tree) :]
+    if not np.array_equal(tokens, expansion.token) or not np.array_equal(rows, np.arange(len(expansion))):
         _refuse(part, "another tree than was drawn", "G2 every proposal; of a drawn tree nothing may go, or merge")
 
 
@@ -68,13 +71,13 @@ def check_choice(part: object, choice: BudgetChoice, most: int) -> None:
         _refuse(part, f"{found!r} nodes to verify", f"B1 an integer from 0 to max_verify_nodes, {most}")
 
 
-def check_prunable(part: object, tree: DraftTree, lossless: bool) -> None:
-    """A budget's answer after growth that leaves nodes of the tree out.
+def check_prunable(part: object, is_drawn: bool, is_lossless: bool) -> None:
+    """A budget's answer after growth that leaves nodes out, of a tree that was drawn and is to be verified losslessly.
 
     Raises:
         InvariantError: naming part and rule.
     """
-    if lossless and tree.draft_probs is not None:
+    if is_drawn and is_lossless:
         _refuse(part, "a budget for fewer nodes than were drawn", "B3 all of them, or the text would be biased")
 
 

@@ -116,7 +116,7 @@ class DraftRequest:
         Whatever is drawn must be proposed (D12): the verifier goes by what each token was drawn from.
 
         Returns:
-            tokens int64 [N], and draft_probs float64 [N, V], the distributions that they were drawn from (read-only).
+            tokens int64 [N], and draft_probs float64 [N, V], the distributions that they were drawn from.
 
         Raises:
             InvariantError: the drafter says that it makes deterministic proposals, or the logits are none.
@@ -127,11 +127,11 @@ class DraftRequest:
                 'Declare proposals = "sampled".',
             )  # fmt: skip
         is_sound = isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[1] == self.vocab_size
-        if not is_sound or not bool(torch.isfinite(logits.amax(-1)).all()):
+        if not is_sound or not bool(torch.isfinite(logits.float().amax(-1)).all()):
             found = f"logits {list(logits.shape)}" if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
             raise InvariantError(
                 "DraftRequest.sample", found,
-                f"Allowed: a tensor [N, {self.vocab_size}] without NaN, each row with a finite logit and none of +inf.",
+                f"Allowed: a tensor [N, {self.vocab_size}]; in float32 no NaN or +inf, and a finite logit in each row.",
             )  # fmt: skip
         return self.sampler.draw(logits)
 
@@ -170,6 +170,9 @@ class DraftRequest:
         _require(size <= self.max_nodes, "D5 at most max_nodes proposals")
         _require(answer.anchor.min() >= -size, "D1 anchors: rows of the tree, or earlier proposals")
         _require(np.bincount(answer.anchor + size).max() <= self.branching, "D5 at most `branching` proposals a node")
+        if self.sampler is not None:  # others' are merged; of what was drawn, neither could go
+            siblings = set(zip(answer.anchor.tolist(), token.tolist(), strict=True))
+            _require(len(siblings) == size, "D3 siblings distinct")
 
     def check_depths(self, depths: Ints) -> None:
         """Refuse proposals at `depths` [E] where one lies too deep.

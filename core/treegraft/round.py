@@ -98,9 +98,11 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     choice = parts.budget.choose(state, state.tree) if len(state.tree) > 1 else _NO_NODES
     answers.check_choice(parts.budget, choice, state.limits.verify_nodes)
     laps.lap("schedule")
-    pruned = state.tree
+    pruned, drafted_from = state.tree, sampler.drafted_from
+    if drafted_from is not None:
+        pruned = attrs.evolve(pruned, draft_probs=drafted_from)  # core's own record, whatever became of the tree's
     if choice.nodes < len(pruned) - 1:
-        answers.check_prunable(parts.budget, pruned, parts.verifier.lossless)
+        answers.check_prunable(parts.budget, drafted_from is not None, parts.verifier.lossless)
         pruned = pruned.keep(parts.pruner.prune(pruned, choice.nodes))
         answers.check_pruned(parts.pruner, pruned, choice.nodes)
     laps.lap("build")
@@ -150,7 +152,7 @@ def grow_step(request: Request, state: RoundState, name: str, max_nodes: int, la
             step = _draft_step(source, candidates, max_nodes, request, state, laps)
         except Exception as error:
             laps.source_lap(name)
-            if request.sampler.proposals(source.index).drawn:
+            if request.sampler.proposals(source.index).num_drawn:
                 raise _failed_after_a_draw(name, error) from error
             request.fault(request, source, error)
     elif not any(len(_candidates(other, state)) for other in state.sources.values()):
@@ -202,7 +204,7 @@ def _draft_step(
     depths = expansion.depths(tree)
     asked.check_depths(depths)
     edges = acceptance.calibrated(source.index, expansion.log_prob, depths)
-    expansion = expansion.scored(edges, sampler.draft_probs if sampler is not None and sampler.drawn else None)
+    expansion = expansion.scored(edges, sampler.draft_probs if sampler is not None and sampler.num_drawn else None)
     grown = source.graft_policy.graft(tree, expansion, source)
     answers.check_grafted(source.graft_policy, grown, tree, expansion)
     return StepRecord(source.name, state.tree, grown, asked.positions, expansion, rescored, num_rows, own_ms)

@@ -318,31 +318,34 @@ class SamplingRules:
         return processed.double().softmax(-1)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class ProposalSampler:
     """How a source draws what it proposes in a round: under the request's own temperature, by noise of its own.
+
+    It keeps what it drew, and from what, so that the verifier need believe nobody else.
 
     Args:
         rules: the request's.
         stream: the noise.
 
     Attributes:
-        drawn: (tokens int64 [N], draft_probs float64 [N, V]) of each `draw`, so that a verifier need believe nobody.
+        num_drawn: E, tokens drawn so far.
     """
 
     rules: SamplingRules
     stream: Stream
-    drawn: list[tuple[Ints, Floats]] = attrs.field(init=False, factory=list)
+    num_drawn: int = attrs.field(init=False, default=0)
+    _drawn: list[tuple[Ints, Floats]] = attrs.field(init=False, factory=list)
 
     @property
     def tokens(self) -> Ints:
-        """int64 [E], everything drawn so far."""
-        return np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in self.drawn)])
+        """int64 [E], everything drawn so far; a copy."""
+        return np.concatenate([np.zeros(0, np.int64), *(tokens for tokens, _ in self._drawn)])
 
     @property
     def draft_probs(self) -> Floats:
-        """float64 [E, V], what it was drawn from; something must have been."""
-        return np.concatenate([draft_probs for _, draft_probs in self.drawn])
+        """float64 [E, V], what it was drawn from, where something was; a copy."""
+        return np.concatenate([draft_probs for _, draft_probs in self._drawn])
 
     def draw(self, logits: torch.Tensor) -> tuple[Ints, Floats]:
         """A token for each row of `logits` [N, V], and the distributions that they were drawn from.
@@ -359,8 +362,8 @@ class ProposalSampler:
             scores = warper(no_text, scores)
         draft_probs = self.rules.probs(scores).cpu().numpy()
         tokens = np.array([self.stream.draw(probs) for probs in draft_probs], np.int64)
-        draft_probs.setflags(write=False)
-        self.drawn.append((tokens.copy(), draft_probs))
+        self.num_drawn += len(tokens)
+        self._drawn.append((tokens.copy(), draft_probs.copy()))  # what is returned is the drafter's, to write to
         return tokens, draft_probs
 
 
@@ -480,6 +483,12 @@ class TokenSampler:
         if source not in self._proposals:
             self._proposals[source] = ProposalSampler(self.rules, Stream(self.draws, self._position, 1 + source))
         return self._proposals[source]
+
+    @property
+    def drafted_from(self) -> Floats | None:
+        """float64 [E, V]: what the growing tree's drawn tokens were drawn from, or None; a copy that no plugin has."""
+        drawn = [each.draft_probs for each in self._proposals.values() if each.num_drawn]
+        return np.concatenate(drawn) if drawn else None
 
     @property
     def _position(self) -> int:

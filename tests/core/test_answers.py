@@ -249,8 +249,9 @@ class Misled(Drafter):
     [
         (torch.zeros(V), rf"logits \[{V}\]"),
         (torch.zeros(1, V + 1), rf"logits \[1, {V + 1}\]"),
-        (torch.full((1, V), float("nan")), rf"logits \[1, {V}\]\n.*without NaN"),
+        (torch.full((1, V), float("nan")), rf"logits \[1, {V}\]\n.*no NaN"),
         (torch.full((1, V), -torch.inf), rf"logits \[1, {V}\]"),
+        (torch.full((1, V), 1e39, dtype=torch.float64), rf"logits \[1, {V}\]"),
         (np.zeros((1, V)), "a ndarray"),
     ],
 )
@@ -272,6 +273,30 @@ def test_distributions_beside_chosen_tokens_and_draws_of_a_drafter_that_chooses_
     for drafter, message in ((Choosing(), "D12 no draft_probs"), (Asking(), 'Declare proposals = "sampled"')):
         with pytest.warns(treegraft.DrafterWarning, match=message):
             assert generated(loaded(drafter)).token_ids == PLAIN
+
+
+def test_siblings_that_were_drawn_alike_are_their_drafters_fault():
+    class Twins(Drafter):
+        proposals = "sampled"
+
+        def draft(self, request):
+            tokens, _ = request.sample(torch.tensor([[0.0] + [-torch.inf] * (V - 1)] * 2))
+            return Expansion([0, 0], tokens, [-1.0, -1.0])
+
+    with pytest.raises(InvariantError, match=r"sources\.dflash: (.*\n)*.*D3 siblings distinct"):
+        generated(drawing(Twins(), "sources.dflash.branching=2"))
+
+
+def test_asking_for_no_draws_at_all_is_no_draw():
+    class Asking(Drafter):
+        proposals = "sampled"
+
+        def draft(self, request):
+            request.sample(torch.zeros(0, V))
+            raise ValueError("nothing to say")
+
+    with pytest.warns(treegraft.DrafterWarning, match="nothing to say"):
+        assert len(generated(drawing(Asking())).token_ids) == 12
 
 
 def test_nothing_that_was_drawn_is_left_out():

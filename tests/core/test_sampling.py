@@ -530,8 +530,10 @@ def test_proposals_are_drawn_as_the_target_draws():
         sampler = ProposalSampler(rules, Stream(SeededDraws(0), 0, 1))
         tokens, probs = sampler.draw(logits)
         assert sampler.tokens.tolist() == tokens.tolist() and sampler.draft_probs.tolist() == probs.tolist()
-        tokens[:] = 0  # the drafter's own
-        assert sampler.tokens.any() and not probs.flags.writeable
+        kept = sampler.tokens.tolist(), sampler.draft_probs.tolist()
+        for array in (tokens, probs.copy(), sampler.tokens, sampler.draft_probs):
+            array[:] = 0  # copies, all of them
+        assert (sampler.tokens.tolist(), sampler.draft_probs.tolist()) == kept and sampler.num_drawn == 2
         assert probs == pytest.approx((logits.double() / 2).softmax(-1).numpy(), abs=1e-7)
         again = Stream(SeededDraws(0), 0, 1)
         assert tokens.dtype == np.int64 and sampler.tokens.tolist() == [again.draw(row) for row in probs]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from exactness.toy_block import DrawnTableBlockDrafter
 
-from treegraft import Drafter, InvariantError, Pipeline, Source, Verdict, Verifier
+from treegraft import BudgetPolicy, Drafter, GraftPolicy, InvariantError, Pipeline, Source, Verdict, Verifier
 from treegraft.sampling import Scores, SeededDraws, Stream, TokenSampler
 from treegraft.testing import (
     SAMPLED,
@@ -30,24 +30,30 @@ PROMPT = [0, 1]
 TABLE = markov_table(3, order=2, seed=1, spread=0.7)
 
 
-def composed(verifier: Verifier, target: MarkovTarget, drafter: Drafter | None = None) -> Pipeline:
+def composed(
+    verifier: Verifier,
+    target: MarkovTarget,
+    drafter: Drafter | None = None,
+    budget: BudgetPolicy | None = None,
+    graft_policy: GraftPolicy | None = None,
+) -> Pipeline:
     """A tree of two levels with siblings on each, or what `drafter` makes, around what is under test."""
     drafter = drafter or TableDrafter(markov_table(3, order=2, seed=2))
     source = Source(
-        "toy", 0, drafter, NewestSelector(), NonDestructive(), width=1, branching=2,
+        "toy", 0, drafter, NewestSelector(), graft_policy or NonDestructive(), width=1, branching=2,
         rank=0, rescore=False, overrules=(True,),
     )  # fmt: skip
     return Pipeline(
-        name="planted", target=target, sources=[source], scheduler=FixedScheduler(["toy"]), budget=FixedBudget(),
-        pruner=TopPaths(), verifier=verifier, costs=FixedCosts(), steps=2,
+        name="planted", target=target, sources=[source], scheduler=FixedScheduler(["toy"]),
+        budget=budget or FixedBudget(), pruner=TopPaths(), verifier=verifier, costs=FixedCosts(), steps=2,
     )  # fmt: skip
 
 
-def bias(verifier: Verifier, target: MarkovTarget | None = None, drafter: Drafter | None = None) -> float:
-    """Largest error in the probability of an output of three tokens."""
+def bias(verifier: Verifier, target: MarkovTarget | None = None, **parts: object) -> float:
+    """Largest error in the probability of an output of three tokens; `parts` are those of `composed`."""
     found: dict[tuple[int, ...], float] = {}
     accepted = 0.0
-    for weight, generation in exact_generations(composed(verifier, target or MarkovTarget(TABLE), drafter), PROMPT, 3):
+    for weight, generation in exact_generations(composed(verifier, target or MarkovTarget(TABLE), **parts), PROMPT, 3):
         output = tuple(generation.token_ids)
         found[output] = found.get(output, 0.0) + weight
         accepted += weight * generation.accepted_per_round
@@ -226,6 +232,45 @@ class Judging(Verifier):
         return Verdict(np.arange(1, row + 1), bonus, sampler.stop_reason)
 
 
+class WritesIntoWhatItGot(DrawnTableBlockDrafter):
+    """Works in place on what it was told that its tokens were drawn from."""
+
+    def draft(self, request):
+        return super().draft(Overheard(request))
+
+
+class Overheard:
+    """A request, to a drafter that writes into what `sample` gives it."""
+
+    def __init__(self, request):
+        self._request = request
+
+    def __getattr__(self, name):
+        return getattr(self._request, name)
+
+    def sample(self, logits):
+        tokens, draft_probs = self._request.sample(logits)
+        torch.from_numpy(draft_probs).log_()
+        return tokens, draft_probs
+
+
+class SortsWhatItReads(FixedBudget):
+    """Writes into what the round's steps and tree hold."""
+
+    def verify_nodes(self, state, tree):
+        for held in [*(step.expansion.draft_probs for step in state.steps), tree.draft_probs]:
+            if held is not None:
+                torch.from_numpy(held).copy_(torch.from_numpy(np.sort(held, axis=-1)))
+        return super().verify_nodes(state, tree)
+
+
+class PassesOnOthers(NonDestructive):
+    """Grafts with other distributions than those that were drawn from."""
+
+    def graft(self, tree, expansion, source):
+        return super().graft(tree, attrs.evolve(expansion, draft_probs=expansion.draft_probs**0.5), source)
+
+
 class WithoutResidual(Judging):
     def residual(self, target, draft):
         return target
@@ -307,6 +352,20 @@ def test_right_verifiers_of_drawn_chains_have_no_bias(verifier):
 @pytest.mark.parametrize("verifier", [WithoutResidual(), AlwaysAccepts(), PrunesTheImprobable()])
 def test_wrong_verifiers_of_drawn_chains_are_caught(verifier):
     assert bias(verifier, drafter=drawing()) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"drafter": WritesIntoWhatItGot(markov_table(3, order=2, seed=2), num_places=2)},
+        {"budget": SortsWhatItReads()},
+        {"graft_policy": PassesOnOthers()},
+    ],
+    ids=lambda parts: next(iter(parts)),
+)
+def test_nothing_that_a_part_is_shown_is_what_is_verified(parts):
+    assert bias(BlockVerifier(), **{"drafter": drawing(), **parts}) < 1e-9
 
 
 @pytest.mark.parametrize("verifier", [KeyedByPosition(), SharesTheDrafters()])

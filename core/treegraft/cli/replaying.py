@@ -27,6 +27,7 @@ def check_replayable(resolved: ResolvedPipeline) -> None:
         raise RequestError(
             f"pipelines.{resolved.name}.verifier", f"{verifier.use!r}",
             "Allowed: match, under which the text does not depend on the tree.",
+            "Take a pipeline that verifies by it, such as dflash_chain.",
         )  # fmt: skip
 
 
