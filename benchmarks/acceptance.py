@@ -8,7 +8,6 @@ and in all, and its ratio to that of the first pipeline with a 95 % interval. Re
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from prompts import HELD_OUT
 
 import treegraft
 from treegraft.bench.intervals import Work, ratio
+from treegraft.bench.prompts import read_all
 from treegraft.pipeline import Pipeline
 
 OVERRIDES = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
@@ -25,13 +25,12 @@ OVERRIDES = ("costs={use: fixed}", "budget={use: fixed, verify_nodes: 63}")
 
 def main() -> None:
     options = arguments()
-    lines = options.prompts.read_text().splitlines()[: options.limit]
-    prompts = [json.loads(line) for line in lines]
-    categories = np.array([prompt["category"] for prompt in prompts])
-    texts = [prompt["turns"][0] for prompt in prompts]
+    prompts = read_all([options.prompts], options.limit, None)
+    categories = np.array([prompt.category for prompt in prompts])
+    texts = [prompt.turns[0] for prompt in prompts]
+    pipelines = {name: treegraft.load(name, *OVERRIDES, *options.overrides) for name in options.pipelines.split(",")}
     found = {}
-    for name in options.pipelines.split(","):
-        pipeline = treegraft.load(name, *OVERRIDES, *options.overrides)
+    for name, pipeline in pipelines.items():
         found[name] = decoded(pipeline, texts, options)
         print(f"{name}: done", file=sys.stderr, flush=True)
     base = next(iter(found.values()))
@@ -43,20 +42,28 @@ def main() -> None:
             gain = ratio(part, of)
             interval = "" if gain.interval is None else f" [{gain.interval[0]:.3f}-{gain.interval[1]:.3f}]"
             accepted = part.tokens.sum() / part.ms.sum()
-            print(f"| {category} ({own.sum()}) | `{name}` | {accepted:.3f} | {gain.value:.3f}{interval} |")
+            value = "-" if gain.value is None else f"{gain.value:.3f}"
+            print(f"| {category} ({own.sum()}) | `{name}` | {accepted:.3f} | {value}{interval} |")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipelines")
     parser.add_argument("--prompts", type=Path, default=HELD_OUT)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--limit", type=positive)
+    parser.add_argument("--max-new-tokens", type=positive, default=64)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for every pipeline")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number >= 1")
+    return number
 
 
 def decoded(pipeline: Pipeline, prompts: Sequence[str], options: argparse.Namespace) -> Work:
@@ -73,4 +80,7 @@ def decoded(pipeline: Pipeline, prompts: Sequence[str], options: argparse.Namesp
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except treegraft.TreeGraftError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error

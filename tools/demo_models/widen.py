@@ -14,10 +14,17 @@ from safetensors.torch import load_file, save_file
 
 
 def main(source: str, out: str, width: str) -> None:
-    config = json.loads((Path(source) / "config.json").read_text())
-    added = int(width) - config["intermediate_size"]
+    file = Path(source) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if config.get("architectures") != ["DFlashDraftModel"]:
+        raise SystemExit(f"FROM: {source} is no folder of a block drafter (config.json with DFlashDraftModel).")
+    added = int(width) - config["intermediate_size"] if width.isdecimal() else 0
     if added <= 0:
-        raise SystemExit(f"WIDTH: {width}, where {source} has {config['intermediate_size']} already. Give more.")
+        raise SystemExit(
+            f"WIDTH: {width}, where {source} has {config['intermediate_size']} already. Give a larger number."
+        )
+    if Path(out).exists():
+        raise SystemExit(f"OUT: {out} exists. Give a new folder.")
     weights = load_file(Path(source) / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for name, weight in weights.items():
