@@ -98,11 +98,11 @@ def decode_round(parts: Parts, request: Request) -> RoundRecord:
     choice = parts.budget.choose(state, state.tree) if len(state.tree) > 1 else _NO_NODES
     answers.check_choice(parts.budget, choice, state.limits.verify_nodes)
     laps.lap("schedule")
-    pruned, drafted_from = state.tree, sampler.drafted_from
-    if drafted_from is not None:
-        pruned = attrs.evolve(pruned, draft_probs=drafted_from)  # core's own record, whatever became of the tree's
+    pruned, draft_probs = state.tree, sampler.draft_probs
+    if draft_probs is not None:  # core's own record of what was drawn, whatever became of the tree's
+        pruned = attrs.evolve(pruned, draft_probs=draft_probs)
     if choice.nodes < len(pruned) - 1:
-        answers.check_prunable(parts.budget, drafted_from is not None, parts.verifier.lossless)
+        answers.check_prunable(parts.budget, draft_probs is not None, parts.verifier.lossless)
         pruned = pruned.keep(parts.pruner.prune(pruned, choice.nodes))
         answers.check_pruned(parts.pruner, pruned, choice.nodes)
     laps.lap("build")

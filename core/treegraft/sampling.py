@@ -485,10 +485,12 @@ class TokenSampler:
         return self._proposals[source]
 
     @property
-    def drafted_from(self) -> Floats | None:
-        """float64 [E, V]: what the growing tree's drawn tokens were drawn from, or None; a copy that no plugin has."""
-        drawn = [each.draft_probs for each in self._proposals.values() if each.num_drawn]
-        return np.concatenate(drawn) if drawn else None
+    def draft_probs(self) -> Floats | None:
+        """float64 [E, V]: what the tokens of the growing tree were drawn from, in a copy that no plugin has, or None.
+
+        One source a round draws, at the bare root.
+        """
+        return next((each.draft_probs for each in self._proposals.values() if each.num_drawn), None)
 
     @property
     def _position(self) -> int:

@@ -3,12 +3,11 @@
 import attrs
 
 from treegraft.compose import ResolvedPipeline
-from treegraft.errors import RequestError
 from treegraft.interfaces import Drafter
 from treegraft.pipeline import Pipeline
 from treegraft.replay import ReplayTarget
+from treegraft.replay.recording import check_verifier
 from treegraft.statistics import CostModel
-from treegraft.verify import MatchVerifier
 
 
 def drafters(pipeline: Pipeline) -> dict[str, Drafter]:
@@ -23,12 +22,7 @@ def check_replayable(resolved: ResolvedPipeline) -> None:
         RequestError: its text depends on its trees.
     """
     verifier = resolved.parts["verifier"]
-    if not issubclass(verifier.cls, MatchVerifier):
-        raise RequestError(
-            f"pipelines.{resolved.name}.verifier", f"{verifier.use!r}",
-            "Allowed: match, under which the text does not depend on the tree.",
-            "Take a pipeline that verifies by it, such as dflash_chain.",
-        )  # fmt: skip
+    check_verifier(resolved.name, verifier.cls, repr(verifier.use))
 
 
 def replaying(resolved: ResolvedPipeline, live: Pipeline, costs: CostModel) -> ResolvedPipeline:

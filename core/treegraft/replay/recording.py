@@ -295,12 +295,27 @@ def replay_target(pipeline: Pipeline) -> ReplayTarget:
             f"pipelines.{pipeline.name}", f"a {type(pipeline.target).__name__} for its target", None,
             'Load it with models={"target": ReplayTarget(target)}.',
         )  # fmt: skip
-    if not isinstance(pipeline.parts.verifier, MatchVerifier):
-        raise RequestError(
-            f"pipelines.{pipeline.name}.verifier", f"a {type(pipeline.parts.verifier).__name__}",
-            "Allowed: match, under which the text does not depend on the tree.",
-        )  # fmt: skip
+    check_verifier(pipeline.name, type(pipeline.parts.verifier), f"a {type(pipeline.parts.verifier).__name__}")
     return pipeline.target
+
+
+def check_verifier(pipeline: str, verifier: type[Any], shown: str) -> None:
+    """Refuse a pipeline that no recording can stand for.
+
+    Args:
+        pipeline: its name.
+        verifier: the class of its verifier.
+        shown: what a message calls that.
+
+    Raises:
+        RequestError: its text depends on its trees.
+    """
+    if not issubclass(verifier, MatchVerifier):
+        raise RequestError(
+            f"pipelines.{pipeline}.verifier", shown,
+            "Allowed: match, under which the text does not depend on the tree.",
+            "Take a pipeline that verifies by it, such as dflash_chain.",
+        )  # fmt: skip
 
 
 def replay(pipeline: Pipeline, recording: Recording) -> Generation:
